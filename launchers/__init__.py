@@ -1,0 +1,1 @@
+"""What runs before or around a training process: the demo, environment checks."""

@@ -1,0 +1,1 @@
+"""The Gated Recurrent Transformer: architecture, tensor-parallel layers, recurrent core, gate, depth, noise and loss."""

@@ -1,0 +1,147 @@
+"""The transformer block and its parts, on Megatron's tensor-parallel linears.
+
+Matrices that read the residual stream are split by output rows, those that write to it by input columns; norms are
+replicated. Dense, grouped-query, learned-position and rotary, GELU and SwiGLU models are the same block.
+
+Shapes: S sequence, B batch, D hidden size, N query heads of this rank, K key-value heads of this rank, H head size.
+"""
+
+import torch
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model.config import GRTConfig
+from model.initialization import keyed_normal, replicated
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the last dimension, with a weight and no bias."""
+
+    def __init__(self, size: int, config: GRTConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = replicated((size,), dtype, nn.init.ones_)
+        self.eps = config.norm_eps
+        self.rms = config.norm == "rmsnorm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], same dtype; statistics in at least fp32."""
+        if self.rms:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, None, self.eps)
+
+
+class ReplicatedLinear(nn.Module):
+    """x -> x W^T, the whole matrix on every tensor-parallel rank."""
+
+    def __init__(self, size_in: int, size_out: int, name: str, config: GRTConfig, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.weight = replicated((size_out, size_in), dtype, keyed_normal(seed, f"{name}.weight", config.init_std))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size_in] -> [..., size_out]."""
+        return F.linear(x, self.weight)
+
+
+def column_parallel(size_in: int, size_out: int, name: str, std: float, parallel: ModelParallelConfig, seed: int) -> ColumnParallelLinear:
+    """[S, B, size_in] -> [S, B, size_out / TP]: weight split by output rows."""
+    init_method = keyed_normal(seed, f"{name}.weight", std)
+    return ColumnParallelLinear(size_in, size_out, config=parallel, init_method=init_method, bias=False, gather_output=False)
+
+
+def row_parallel(size_in: int, size_out: int, name: str, std: float, parallel: ModelParallelConfig, seed: int) -> RowParallelLinear:
+    """[S, B, size_in / TP] -> [S, B, size_out], summed over the tensor-parallel group: weight split by input columns."""
+    init_method = keyed_normal(seed, f"{name}.weight", std)
+    return RowParallelLinear(
+        size_in,
+        size_out,
+        config=parallel,
+        init_method=init_method,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=False,
+    )
+
+
+def rotary_embedding(positions_BS: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines [2, S, B, 1, H] of Hugging Face's half-split convention, computed in at least fp32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    channels = torch.arange(0, head_size, 2, device=positions_BS.device, dtype=wide)
+    angles = positions_BS.t().to(wide)[..., None] / theta ** (channels / head_size)  # [S, B, H / 2]
+    angles = torch.cat((angles, angles), dim=-1)[:, :, None]
+    return torch.stack((angles.cos(), angles.sin())).to(dtype)
+
+
+def _rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * rotary[0] + torch.cat((-second, first), dim=-1) * rotary[1]
+
+
+class Attention(nn.Module):
+    """Causal self-attention, heads shared out over the tensor-parallel ranks."""
+
+    def __init__(self, config: GRTConfig, name: str, parallel: ModelParallelConfig, seed: int) -> None:
+        super().__init__()
+        d, kv_size = config.hidden_size, config.kv_heads * config.head_size
+        self.head_size = config.head_size
+        self.grouped = config.kv_heads != config.num_heads
+        # Separate matrices: a fused one, split over ranks, would not be a slice of the whole.
+        self.q = column_parallel(d, d, f"{name}.q", config.init_std, parallel, seed)
+        self.k = column_parallel(d, kv_size, f"{name}.k", config.init_std, parallel, seed)
+        self.v = column_parallel(d, kv_size, f"{name}.v", config.init_std, parallel, seed)
+        self.out = row_parallel(d, d, f"{name}.out", config.residual_init_std, parallel, seed)
+
+    def forward(self, x: Tensor, mask: Tensor | None, rotary: Tensor | None) -> Tensor:
+        """[S, B, D] -> [S, B, D].
+
+        Args:
+            mask: bool [B, 1, S, S], True where attention is allowed; None means causal.
+            rotary: [2, S, B, 1, H], or None.
+        """
+        q_SBNH = self.q(x)[0].unflatten(-1, (-1, self.head_size))
+        k_SBKH = self.k(x)[0].unflatten(-1, (-1, self.head_size))
+        v_SBKH = self.v(x)[0].unflatten(-1, (-1, self.head_size))
+        if rotary is not None:
+            q_SBNH, k_SBKH = _rotate(q_SBNH, rotary), _rotate(k_SBKH, rotary)
+        attended_BNSH = F.scaled_dot_product_attention(
+            q_SBNH.permute(1, 2, 0, 3),
+            k_SBKH.permute(1, 2, 0, 3),
+            v_SBKH.permute(1, 2, 0, 3),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=self.grouped,
+        )
+        return self.out(attended_BNSH.permute(2, 0, 1, 3).flatten(2))[0]
+
+
+class MLP(nn.Module):
+    """GELU (exact, erf) or SwiGLU feed-forward network."""
+
+    def __init__(self, config: GRTConfig, name: str, parallel: ModelParallelConfig, seed: int) -> None:
+        super().__init__()
+        d, f = config.hidden_size, config.ffn_size
+        self.up = column_parallel(d, f, f"{name}.up", config.init_std, parallel, seed)
+        self.gate = column_parallel(d, f, f"{name}.gate", config.init_std, parallel, seed) if config.mlp == "swiglu" else None
+        self.down = row_parallel(f, d, f"{name}.down", config.residual_init_std, parallel, seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, D] -> [S, B, D]."""
+        up = self.up(x)[0]
+        return self.down(F.gelu(up) if self.gate is None else F.silu(self.gate(x)[0]) * up)[0]
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block; carries its own residual connections."""
+
+    def __init__(self, config: GRTConfig, name: str, parallel: ModelParallelConfig, seed: int) -> None:
+        super().__init__()
+        self.attention_norm = Norm(config.hidden_size, config, parallel.params_dtype)
+        self.attention = Attention(config, f"{name}.attention", parallel, seed)
+        self.mlp_norm = Norm(config.hidden_size, config, parallel.params_dtype)
+        self.mlp = MLP(config, f"{name}.mlp", parallel, seed)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None, rotary: Tensor | None) -> Tensor:
+        """[S, B, D] -> [S, B, D]; mask and rotary as in `Attention`."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), mask, rotary)
+        return hidden + self.mlp(self.mlp_norm(hidden))

@@ -1,0 +1,1 @@
+"""One training run: entry point, topology, data stream, engine, schedule, checkpoints, validation and metrics."""

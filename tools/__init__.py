@@ -1,0 +1,1 @@
+"""Commands around a training run, one file each: `python tools/NAME.py --help`."""
