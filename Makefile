@@ -1,0 +1,53 @@
+# make demo    from a fresh clone to a trained, exported, generating model (see README.md)
+# make test    everything that a change must pass
+# make lint    ruff and mypy only
+# make nightly the slow tests
+# make bench   the figures of the README
+#
+# Settings, as in `make demo PYTHON=python3.12`:
+#   PYTHON  any Python from 3.11 on
+#   TORCH   what to give pip for torch. On Linux, PyPI's torch is the CUDA build, several gigabytes. Without a GPU, take a CPU
+#           build: a wheel's path or URL, or `TORCH=torch==2.13.0+cpu` with PIP_EXTRA_INDEX_URL set to PyTorch's CPU packages.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock
+
+.PHONY: demo test lint nightly bench install
+.DEFAULT_GOAL := demo
+
+demo: $(INSTALLED)
+	@$(BIN)/python launchers/demo.py
+
+test: lint
+	@echo "== tests"
+	@$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	@echo "== ruff"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@echo "== mypy"
+	@$(BIN)/mypy
+
+nightly: $(INSTALLED)
+	@$(BIN)/python -m pytest -m nightly
+
+bench: $(INSTALLED)
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+install: $(INSTALLED)
+
+# The stamp makes a second `make` quick; it is older than setup.cfg or the lock file when these change, and pip then catches up.
+$(INSTALLED): setup.cfg pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "This needs Python 3.11 or later, and $(PYTHON) is not: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@echo "== installing into $(VENV) (once, a few minutes): $(TORCH)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) "$(TORCH)"
+	@echo "== installing the other packages of requirements.lock"
+	@$(PIP_INSTALL) --editable ".[hf,dev]"
+	@touch $@
