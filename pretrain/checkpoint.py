@@ -1,0 +1,476 @@
+"""Checkpoints of a run: saving and loading a ZeRO-3 engine, and reading a checkpoint without ranks.
+
+Not here: when to save, what a resume may change, DeepSpeed's own checkpoint files. A checkpoint is a directory
+`step_00001000` on a file system that every rank sees: the files of torch.distributed.checkpoint, and `manifest.json`,
+which is written last and lists them. The layout is not in the format: each parameter's fp32 master and Adam moments are
+flat tensors `kind/name` of shape [numel], or [tensor parallel size, numel of a shard], cut over the data-parallel ranks.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+if TYPE_CHECKING:  # the reader must not need a DeepSpeed that starts
+    from deepspeed import DeepSpeedEngine
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+LATEST = "latest"
+TEMPORARY = ".tmp_"  # what begins so is rubbish: a save or a removal that did not end
+ADAM_KEYS: dict[str, str | None] = {"master": None, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # kind: DeepSpeed's key
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be saved, found whole, or loaded; the message names it and the cause. Raised on every rank."""
+
+
+class Zero3Parameter(Protocol):
+    """What DeepSpeed and Megatron leave on a parameter of an engine and is used here. The parameter itself may be empty."""
+
+    requires_grad: bool
+    ds_shape: torch.Size  # of the tensor-parallel shard
+    ds_numel: int  # of the tensor-parallel shard
+    ds_tensor: torch.Tensor  # this rank's low-precision partition, padded
+    partition_dim: int  # where tensor_model_parallel is True
+
+
+# ---- saving ----
+
+
+def save_checkpoint(
+    engine: "DeepSpeedEngine",
+    directory: Path,
+    progress: dict[str, int],
+    config: dict[str, Any],
+    identity: dict[str, str | int],
+    keep: int | None,
+) -> Path:
+    """Saves the engine's masters and Adam state to `directory`/step_N, N = progress["step"]. Called by every rank.
+
+    The checkpoint appears complete or not at all. `config` and `identity` are kept in the manifest as they are. Once the
+    new checkpoint is complete, earlier ones are removed but for the newest `keep` (the new one counted; None: all stay).
+
+    Raises:
+        CheckpointError: on every rank, when one of them could not write; earlier checkpoints are as they were.
+    """
+    layout = Layout.of(engine)
+    final = directory / f"step_{progress['step']:08d}"
+    temporary = directory / f"{TEMPORARY}{final.name}"
+    first = dist.get_rank() == 0
+    try:
+        with _every_rank(f"cannot save {final}"):
+            parameters = _parameters(engine)
+            partitions = _read_partitions(engine, parameters, layout)
+            manifest = {
+                "format": FORMAT,
+                "step": progress["step"],
+                "optimizer_step": _optimizer_step(engine),
+                "progress": progress,
+                "config": config,
+                "identity": identity,
+                "tensor_parallel": layout.tensor_size,
+                "parameters": _describe(parameters, layout),
+            }
+            if first:
+                _remove_leftovers(directory)
+                temporary.mkdir(parents=True)
+        with _every_rank(f"cannot save {final}"):
+            dcp.save(partitions, storage_writer=dcp.FileSystemWriter(temporary))
+        with _every_rank(f"cannot save {final}"):
+            written = _hash_own_files(temporary)
+        manifest["files"] = {name: file for files in _gather(written) for name, file in files.items()}
+        with _every_rank(f"cannot save {final}"):
+            if first:
+                _publish(temporary, final, manifest)
+    except CheckpointError:
+        with _every_rank(f"cannot remove {temporary}"):
+            if first and temporary.exists():
+                shutil.rmtree(temporary)
+        raise
+    with _every_rank(f"{final} is complete, but older checkpoints cannot be removed"):
+        if first and keep is not None:
+            _remove_older(final, keep)
+    return final
+
+
+def _hash_own_files(folder: Path) -> dict[str, dict[str, int | str]]:
+    """Size and sha256 of the files that this rank wrote, by name."""
+    rank = dist.get_rank()
+    paths = sorted(folder.glob(f"__{rank}_*"))
+    if rank == 0:
+        paths.append(folder / ".metadata")
+    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
+
+
+def _publish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """Makes the written files a checkpoint. The order is what survives a crash: contents, manifest, name, `latest`."""
+    _write_synced(temporary / MANIFEST, json.dumps(_signed(manifest), indent=1))
+    _sync(temporary)
+    if final.exists():  # the run went back to an earlier checkpoint and came here again
+        _discard(final)
+    temporary.rename(final)
+    _sync(final.parent)
+    _write_synced(final.parent / f"{TEMPORARY}{LATEST}", f"{final.name}\n")
+    (final.parent / f"{TEMPORARY}{LATEST}").replace(final.parent / LATEST)
+    _sync(final.parent)
+
+
+def _remove_older(newest: Path, keep: int) -> None:
+    older = sorted(path for path in newest.parent.glob("step_*") if path.name < newest.name)
+    for path in older[: max(len(older) - (keep - 1), 0)]:
+        _discard(path)
+
+
+def _discard(checkpoint: Path) -> None:
+    """Removes a checkpoint; stopped half-way it leaves rubbish, not half a checkpoint."""
+    rubbish = checkpoint.with_name(f"{TEMPORARY}old_{checkpoint.name}")
+    checkpoint.rename(rubbish)
+    shutil.rmtree(rubbish)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    for path in directory.glob(f"{TEMPORARY}*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+# ---- loading ----
+
+
+def load_checkpoint(engine: "DeepSpeedEngine", checkpoint: Path) -> dict[str, int]:
+    """Puts a checkpoint of any layout into the engine and returns the `progress` it was saved with. Called by every rank.
+
+    Restored: fp32 masters, Adam moments and step count, the low-precision weights, also those kept gathered. The files'
+    hashes are verified first; nothing in the engine changes before all has been read.
+
+    Raises:
+        CheckpointError: the same on every rank: the checkpoint is incomplete or damaged, or its parameters are not those
+            of the engine's model.
+    """
+    layout = Layout.of(engine)
+    with _every_rank(f"cannot load {checkpoint}"):
+        reader = CheckpointReader(checkpoint)
+        parameters = _parameters(engine)
+        _require_same_parameters(reader.manifest["parameters"], _describe(parameters, layout))
+        reader.verify(sorted(reader.manifest["files"])[dist.get_rank() :: dist.get_world_size()])
+        partitions = _empty_partitions(parameters, layout)
+    with _every_rank(f"cannot load {checkpoint}"):
+        if reader.manifest["tensor_parallel"] == layout.tensor_size:
+            dcp.load(partitions, storage_reader=dcp.FileSystemReader(checkpoint))
+        else:
+            _read_other_layout(reader, parameters, partitions, layout)
+    _write_partitions(engine, parameters, partitions, reader.manifest["optimizer_step"])
+    engine.global_steps = reader.manifest["step"]  # DeepSpeed only prints it
+    return reader.manifest["progress"]
+
+
+def _require_same_parameters(saved: dict[str, Any], model: dict[str, Any]) -> None:
+    for name in [*saved, *model]:
+        if name not in model:
+            raise CheckpointError(f"it holds the parameter {name}, which the model does not have")
+        if name not in saved:
+            raise CheckpointError(f"it lacks the model's parameter {name}")
+        if saved[name]["shape"] != model[name]["shape"]:
+            raise CheckpointError(f"the parameter {name} is {saved[name]['shape']} in it and {model[name]['shape']} in the model")
+
+
+def _read_other_layout(
+    reader: "CheckpointReader", parameters: dict[str, Zero3Parameter], partitions: dict[str, DTensor], layout: "Layout"
+) -> None:
+    """Fills the partitions from a checkpoint of another tensor-parallel size: one full tensor at a time in memory."""
+    for name, parameter in parameters.items():
+        dim = _tensor_parallel_dim(parameter)
+        for kind in ADAM_KEYS:
+            tensor = reader.read(name, kind)
+            if dim is not None:
+                tensor = tensor.chunk(layout.tensor_size, dim)[layout.tensor_rank]
+            own = partitions[f"{kind}/{name}"].to_local()
+            own.copy_(tensor.flatten()[layout.own_range(parameter)].view_as(own))
+
+
+# ---- reading without ranks ----
+
+
+class CheckpointReader:
+    """A complete checkpoint, read without an engine or ranks.
+
+    `manifest` has format, step, optimizer_step, progress, config, identity, tensor_parallel (the size it was saved
+    with), parameters {name: {shape: the full one, tensor_parallel_dim: int or None}}, files {name: {bytes, sha256}}.
+
+    Raises:
+        CheckpointError: there is no manifest, it is damaged or of another format, or a file is missing or of a wrong size.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.manifest = _read_manifest(checkpoint / MANIFEST)
+        for name, file in self.manifest["files"].items():
+            path = checkpoint / name
+            if not path.is_file():
+                raise CheckpointError(f"the checkpoint is incomplete: {path} is missing")
+            if path.stat().st_size != file["bytes"]:
+                raise CheckpointError(f"the checkpoint is damaged: {path} has {path.stat().st_size} bytes, not {file['bytes']}")
+
+    def names(self) -> list[str]:
+        """The parameters' names."""
+        return list(self.manifest["parameters"])
+
+    def verify(self, files: Iterable[str] | None = None) -> None:
+        """Hashes `files` (None: all) and raises CheckpointError naming one whose bytes are not those written."""
+        for name in self.manifest["files"] if files is None else files:
+            if _sha256(self.checkpoint / name) != self.manifest["files"][name]["sha256"]:
+                raise CheckpointError(f"the checkpoint is damaged: {self.checkpoint / name} does not match its sha256; use another one")
+
+    def read(self, name: str, kind: str = "master") -> torch.Tensor:
+        """The parameter's full tensor, fp32, tensor-parallel shards merged; kind: master, exp_avg or exp_avg_sq."""
+        parameter = self.manifest["parameters"][name]
+        shape, dim = parameter["shape"], parameter["tensor_parallel_dim"]
+        shards = 1 if dim is None else self.manifest["tensor_parallel"]
+        numel = math.prod(shape) // shards
+        stored = torch.empty((numel,) if dim is None else (shards, numel))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*single process")  # which is what is meant here
+            dcp.load({f"{kind}/{name}": stored}, storage_reader=dcp.FileSystemReader(self.checkpoint), no_dist=True)
+        if dim is None:
+            return stored.view(shape)
+        shard_shape = [size // shards if index == dim else size for index, size in enumerate(shape)]
+        return torch.cat([shard.view(shard_shape) for shard in stored], dim)
+
+
+def find_newest(directory: Path) -> Path | None:
+    """The complete checkpoint that `latest` names, else the complete one of the highest step, else None.
+
+    `latest` goes first because a run that went back to an earlier checkpoint leaves higher steps of an abandoned course.
+    """
+    candidates = sorted(directory.glob("step_*"), reverse=True)
+    if (directory / LATEST).is_file():
+        candidates.insert(0, directory / (directory / LATEST).read_text().strip())
+    for candidate in candidates:
+        try:
+            return CheckpointReader(candidate).checkpoint
+        except CheckpointError as error:
+            logger.warning("ignored %s: %s", candidate, error)
+    return None
+
+
+# ---- the engine's side: parameters and their partitions ----
+
+
+@dataclass(frozen=True)
+class Layout:
+    """This rank's place among tensor- and data-parallel ranks; `mesh` holds the global ranks, [tensor, data]."""
+
+    tensor_rank: int
+    tensor_size: int
+    data_rank: int
+    data_size: int
+    mesh: DeviceMesh
+
+    @classmethod
+    def of(cls, engine: "DeepSpeedEngine") -> "Layout":
+        tensor, data = engine.mpu.get_model_parallel_group(), engine.mpu.get_data_parallel_group()
+        tensor_size, data_size = dist.get_world_size(tensor), dist.get_world_size(data)
+        ranks = torch.arange(tensor_size * data_size).view(data_size, tensor_size).T  # Megatron: tensor ranks are neighbours
+        mesh = DeviceMesh.from_group([tensor, data], "cpu", ranks, mesh_dim_names=("tensor", "data"))
+        layout = cls(dist.get_rank(tensor), tensor_size, dist.get_rank(data), data_size, mesh)
+        assert ranks[layout.tensor_rank, layout.data_rank] == dist.get_rank()
+        return layout
+
+    def own_range(self, parameter: Zero3Parameter) -> slice:
+        """The elements of the flat tensor-parallel shard that this data-parallel rank owns, without ZeRO's padding."""
+        size = math.ceil(parameter.ds_numel / self.data_size)
+        return slice(min(size * self.data_rank, parameter.ds_numel), min(size * (self.data_rank + 1), parameter.ds_numel))
+
+    def distribute(self, own: torch.Tensor, parameter: Zero3Parameter) -> DTensor:
+        """The global tensor whose `own_range` on this rank is `own`. Shard's split into equal ceilings is ZeRO-3's."""
+        numel = parameter.ds_numel
+        if _tensor_parallel_dim(parameter) is None:
+            return DTensor.from_local(own, self.mesh, (Replicate(), Shard(0)), run_check=False, shape=torch.Size([numel]), stride=(1,))
+        shape = torch.Size([self.tensor_size, numel])
+        return DTensor.from_local(own.view(1, -1), self.mesh, (Shard(0), Shard(1)), run_check=False, shape=shape, stride=(numel, 1))
+
+
+def _parameters(engine: "DeepSpeedEngine") -> dict[str, Zero3Parameter]:
+    """The engine's parameters by name, after a check that it is of the kind whose state can be saved."""
+    if engine.zero_optimization_stage() != 3:
+        raise CheckpointError(
+            f"checkpoints need ZeRO stage 3, and ds_config has stage {engine.zero_optimization_stage()}: set zero_optimization.stage to 3"
+        )
+    optimizer = engine.optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.Adam):
+        raise CheckpointError(f"checkpoints hold the state of torch's Adam or AdamW, and the optimizer is {type(optimizer)}")
+    parameters = dict(engine.module.named_parameters())
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    if frozen:
+        raise CheckpointError(f"checkpoints hold trained parameters only, and {frozen[0]} is frozen")
+    return parameters
+
+
+def _tensor_parallel_dim(parameter: Zero3Parameter) -> int | None:
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+
+
+def _describe(parameters: dict[str, Zero3Parameter], layout: Layout) -> dict[str, dict[str, Any]]:
+    """Full shape and tensor-parallel dimension of each parameter, as in the manifest."""
+    described = {}
+    for name, parameter in parameters.items():
+        dim = _tensor_parallel_dim(parameter)
+        shape = [size * layout.tensor_size if index == dim else size for index, size in enumerate(parameter.ds_shape)]
+        described[name] = {"shape": shape, "tensor_parallel_dim": dim}
+    return described
+
+
+def _read_partitions(engine: "DeepSpeedEngine", parameters: dict[str, Zero3Parameter], layout: Layout) -> dict[str, DTensor]:
+    """The engine's state, `kind/name` to a tensor on the CPU that shares memory with the engine's where that is there too."""
+    _adam_states(engine)
+    partitions = {}
+    for name, parameter in parameters.items():
+        own = layout.own_range(parameter)
+        for kind, key in ADAM_KEYS.items():
+            padded = engine.optimizer.get_local_fp32_param(parameter, key).detach()
+            partitions[f"{kind}/{name}"] = layout.distribute(padded[: own.stop - own.start].cpu(), parameter)
+    return partitions
+
+
+def _empty_partitions(parameters: dict[str, Zero3Parameter], layout: Layout) -> dict[str, DTensor]:
+    partitions = {}
+    for name, parameter in parameters.items():
+        own = layout.own_range(parameter)
+        for kind in ADAM_KEYS:
+            partitions[f"{kind}/{name}"] = layout.distribute(torch.empty(own.stop - own.start), parameter)
+    return partitions
+
+
+def _write_partitions(
+    engine: "DeepSpeedEngine", parameters: dict[str, Zero3Parameter], partitions: dict[str, DTensor], optimizer_step: int
+) -> None:
+    """Puts the partitions into the engine.
+
+    DeepSpeed's safe_set_full_* functions will not do: they leave the low-precision weights stale until the next step, and
+    read past the end where the data-parallel size does not divide a parameter.
+    """
+    optimizer = engine.optimizer
+    optimizer.checkpoint_event_prologue()  # lets go of gathered weights: they hold the old values
+    for state in _adam_states(engine):
+        state["step"].fill_(optimizer_step)
+    for name, parameter in parameters.items():
+        for kind, key in ADAM_KEYS.items():
+            own = partitions[f"{kind}/{name}"].to_local().flatten()
+            padding = parameter.ds_tensor.numel() - own.numel()
+            optimizer.set_local_hp_param(torch.nn.functional.pad(own, (0, padding)), parameter, key)
+    for sub_group in range(len(optimizer.fp16_groups)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)  # as after a step: master to low precision
+    optimizer.checkpoint_event_epilogue()  # gathers again what is kept resident
+
+
+def _adam_states(engine: "DeepSpeedEngine") -> list[dict[str, torch.Tensor]]:
+    """Adam's state of each flat partition; made as Adam would make it where there has been no step yet."""
+    optimizer = engine.optimizer.optimizer
+    on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
+    states = []
+    for flat in engine.optimizer.fp32_partitioned_groups_flat:
+        state = optimizer.state[flat]
+        if not state:
+            state["step"] = torch.zeros((), device=flat.device if on_device else "cpu")
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat), torch.zeros_like(flat)
+        states.append(state)
+    return states
+
+
+def _optimizer_step(engine: "DeepSpeedEngine") -> int:
+    """Adam's step count: behind the run's where steps were skipped."""
+    return int(_adam_states(engine)[0]["step"])
+
+
+# ---- ranks that agree, files that last ----
+
+
+def _gather(value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def _every_rank(failure: str) -> Iterator[None]:
+    """Runs the block on every rank; where it raised on any, every rank raises CheckpointError with all the causes.
+
+    The block itself must not wait for other ranks, other than in calls that fail on all ranks together (DCP's do).
+    """
+    cause: BaseException | None = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # DCP's is a BaseException
+        cause = error
+    causes = [text for text in dict.fromkeys(_gather(_explain(cause))) if text]
+    if causes:
+        raise CheckpointError(f"{failure}: {'; '.join(causes)}") from cause
+
+
+def _explain(error: BaseException | None) -> str:
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {_explain(cause)}" for rank, (cause, _) in error.failures.items())
+    if error is None or isinstance(error, CheckpointError | OSError):
+        return str(error or "")
+    return f"{type(error).__name__}: {error}"
+
+
+def _signed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with its own sha256, so that damage to it shows too."""
+    plain = json.loads(json.dumps(manifest))
+    return plain | {"sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()}
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"no complete checkpoint: {path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint is damaged: {path} cannot be read ({error})") from error
+    digest = manifest.pop("sha256", None) if isinstance(manifest, dict) else None
+    if digest is None or _signed(manifest)["sha256"] != digest:
+        raise CheckpointError(f"the checkpoint is damaged: {path} does not match its own sha256; use another one")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{path} is of format {manifest['format']}, and this version reads format {FORMAT}")
+    return manifest
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
