@@ -9,7 +9,7 @@ import math
 import torch
 
 from model.config import GRTConfig
-from model.noise import Stream, _box_muller, philox4x32, uniform
+from model.noise import Stream, box_muller, philox4x32, uniform
 
 POISSON_SIGMA = 0.5  # spread of the log-normal rate, as in Huginn (Geiping et al., 2025)
 
@@ -52,7 +52,7 @@ def sample_depth(config: GRTConfig, seed: int, step: int) -> int:
 def _log_normal_poisson(config: GRTConfig, seed: int, step: int) -> int:
     """Inverts the Poisson distribution of a log-normal rate at one uniform number; mean `max_depth`."""
     words = _words(seed, step)
-    normal = float(_box_muller(words)[0, 0])
+    normal = float(box_muller(words)[0, 0])
     rate = math.exp(math.log(max(config.max_depth - 1, 1e-9)) - POISSON_SIGMA**2 / 2 + POISSON_SIGMA * normal)
     target = float(uniform(words[3:]))
     extra, probability = 0, math.exp(-rate)

@@ -57,8 +57,8 @@ def uniform(words: Tensor) -> Tensor:
     return ((words >> 8) + 1).float() * 2.0**-24
 
 
-def _box_muller(words: Tensor) -> Tensor:
-    """Words [4, N] -> normals fp32 [N, 4]: words 0 and 1 make the first two, words 2 and 3 the others."""
+def box_muller(words: Tensor) -> Tensor:
+    """int64 words [4, N] -> standard normals fp32 [N, 4]: words 0 and 1 make the first two, words 2 and 3 the others."""
     radius = uniform(words[0::2]).log_().mul_(-2.0).sqrt_()
     angle = uniform(words[1::2]).mul_(2.0 * math.pi)
     pairs = torch.stack((radius * angle.cos(), radius * angle.sin()))  # [cos | sin, pair, N]
@@ -90,5 +90,5 @@ def normals(seed: int, positions: Tensor, channels: int, stream: Stream, recurre
         high = (position >> 32) | (int(stream) << 16) | (recurrence << 20)
         words = torch.broadcast_tensors(group, position & _MASK, high, torch.zeros_like(position))
         drawn = philox4x32(torch.stack(words).reshape(4, -1), seed)
-        out[start : start + rows] = _box_muller(drawn).reshape(-1, groups * 4)
+        out[start : start + rows] = box_muller(drawn).reshape(-1, groups * 4)
     return out[:, :channels].reshape(*positions.shape, channels)

@@ -1,0 +1,160 @@
+"""Everything that a user may set about a run: typed sections, filled from YAML and `--section.key value`.
+
+An unknown key or a value out of range ends the program before anything expensive starts, with a message that names it.
+DeepSpeed's own JSON is a separate file, read and completed by `pretrain/ds_config.py`.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from jsonargparse import ArgumentParser
+
+from model.config import GRTConfig
+from pretrain.data import DataConfig
+from pretrain.schedule import ScheduleConfig
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW; weight decay applies to matrices and the token embedding only."""
+
+    global_batch_size: int = 480  # sequences an optimizer step
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    gradient_clip: float = 1.0  # of the global norm; 0 turns clipping off
+    precision: Literal["bf16", "fp32"] = "bf16"  # bf16 keeps fp32 master weights and accumulates gradients in fp32
+
+    def __post_init__(self) -> None:
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"optim.{name}", getattr(self, name), "at least 0 and below 1")
+        _require(self.eps > 0, "optim.eps", self.eps, "above 0")
+        for name in ("weight_decay", "gradient_clip"):
+            _require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "at least 0")
+        _require(self.global_batch_size >= 1, "optim.global_batch_size", self.global_batch_size, "at least 1")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the run is laid out over processes; free to change at a resume."""
+
+    tensor_parallel: int = 1
+    micro_batch_size: int = 1  # sequences a forward pass of one data-parallel rank
+
+    def __post_init__(self) -> None:
+        _require(self.tensor_parallel >= 1, "parallel.tensor_parallel", self.tensor_parallel, "at least 1")
+        _require(self.micro_batch_size >= 1, "parallel.micro_batch_size", self.micro_batch_size, "at least 1")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int = 1000  # the last step is always saved
+    keep: int | None = None  # how many of the newest to keep; null keeps all
+    resume: str = "auto"  # auto: the newest complete one in run_dir, or a fresh start; none: a fresh start; or a checkpoint's path
+    allow_change: list[str] = field(default_factory=list)  # settings that may differ from the checkpoint's, e.g. schedule.total_tokens
+
+    def __post_init__(self) -> None:
+        _require(self.every_steps >= 1, "checkpoint.every_steps", self.every_steps, "at least 1")
+        _require(self.keep is None or self.keep >= 1, "checkpoint.keep", self.keep, "at least 1, or null to keep all")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every_steps: int = 1000  # before the first step and after the last one too
+    max_sequences: int | None = 512  # null: the whole validation split
+    depths: list[int] | None = None  # null: 0, 1, R/2, R and 2R
+
+    def __post_init__(self) -> None:
+        _require(self.every_steps >= 1, "eval.every_steps", self.every_steps, "at least 1")
+        _require(self.max_sequences is None or self.max_sequences >= 1, "eval.max_sequences", self.max_sequences, "at least 1, or null")
+        _require(self.depths is None or min(self.depths, default=-1) >= 0, "eval.depths", self.depths, "numbers from 0, or null")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    every_steps: int = 10
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.every_steps >= 1, "log.every_steps", self.every_steps, "at least 1")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run."""
+
+    run_dir: Path
+    model: GRTConfig
+    data: DataConfig
+    schedule: ScheduleConfig
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    seed: int = 1234  # of weights, data order, depths and noise
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "from 0 to 2^63 - 1")
+        length = self.data.sequence_length
+        _require(length <= self.model.max_positions, "data.sequence_length", length, f"at most model.max_positions {self.model.max_positions}")
+        self.model.validate_tensor_parallel(self.parallel.tensor_parallel)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.optim.global_batch_size * self.data.sequence_length
+
+    @property
+    def evaluation_depths(self) -> list[int]:
+        """Sorted; always with 0, 1 and R, which the core and depth gains compare."""
+        full = self.model.max_depth
+        if full == 0:
+            return [0]
+        chosen = [full // 2, 2 * full] if self.eval.depths is None else self.eval.depths
+        return sorted({0, 1, full, *chosen})
+
+    def accumulation_steps(self, data_parallel: int) -> int:
+        """Micro-batches an optimizer step of each rank.
+
+        Raises:
+            ValueError: the global batch is not a multiple of micro-batch times data-parallel ranks.
+        """
+        per_micro_step = self.parallel.micro_batch_size * data_parallel
+        if self.optim.global_batch_size % per_micro_step:
+            raise ValueError(
+                f"optim.global_batch_size is {self.optim.global_batch_size}, which is not a multiple of parallel.micro_batch_size "
+                f"{self.parallel.micro_batch_size} times {data_parallel} data-parallel ranks."
+            )
+        return self.optim.global_batch_size // per_micro_step
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values only, as YAML and JSON can hold them."""
+        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()} | {
+            "data": {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self.data).items()}
+        }
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} is {value!r}; it must be {allowed}.")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> tuple[RunConfig, Path]:
+    """The run config and the path of DeepSpeed's JSON, from the command line.
+
+    Exits with status 2 and a message on an unknown key or a bad value; `--print_config` prints the result and exits.
+    """
+    parser = ArgumentParser(
+        prog="train.py",
+        description="Pretrains a GRT. Example: deepspeed pretrain/train.py --config configs/demo.yaml --ds_config configs/ds_zero3_fp32.json",
+    )
+    parser.add_argument("--config", action="config", help="YAML file with the settings below")
+    parser.add_argument("--ds_config", type=Path, required=True, help="DeepSpeed's JSON config; 'auto' values are filled from the run config")
+    parser.add_argument("--local_rank", type=int, help="appended by the deepspeed launcher; the environment says the same")
+    parser.add_class_arguments(RunConfig, nested_key=None, fail_untyped=True)
+    parsed = parser.parse_args(arguments)
+    instantiated = parser.instantiate_classes(parsed)
+    names = RunConfig.__dataclass_fields__
+    return RunConfig(**{name: instantiated[name] for name in names}), parsed.ds_config

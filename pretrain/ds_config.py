@@ -1,0 +1,114 @@
+"""DeepSpeed's JSON config: read, "auto" filled in from the run config, contradictions between the two refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pretrain.config import RunConfig
+
+
+def load_ds_config(path: Path, config: RunConfig, data_parallel: int) -> dict[str, Any]:
+    """The dictionary for `deepspeed.initialize`.
+
+    Args:
+        path: DeepSpeed's JSON file.
+        config: the run.
+        data_parallel: number of data-parallel ranks.
+
+    Raises:
+        ValueError: not JSON, a value that contradicts the run config, or a feature that a GRT run cannot use; the message names the
+            setting, both values and what to do.
+        FileNotFoundError: no such file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"--ds_config {path} does not exist. configs/ds_zero3_bf16.json is one to start from.")
+    try:
+        ds_config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--ds_config {path} is not valid JSON: {error}") from error
+    if not isinstance(ds_config, dict):
+        raise ValueError(f"--ds_config {path} holds a JSON {type(ds_config).__name__}; DeepSpeed's config is an object.")
+    _refuse_unusable(ds_config, path)
+    for key, value in _run_values(config, data_parallel).items():
+        _settle(ds_config, key.split("."), value, path)
+    for key, value in _tuned_values(config).items():
+        if _get(ds_config, key.split(".")) == "auto":
+            _set(ds_config, key.split("."), value)
+    left = list(_autos(ds_config))
+    if left:
+        raise ValueError(f"{path}: no value can be derived for {', '.join(left)}; give a number instead of 'auto'.")
+    return ds_config
+
+
+def _run_values(config: RunConfig, data_parallel: int) -> dict[str, Any]:
+    """DeepSpeed settings that the run config decides."""
+    return {
+        "train_batch_size": config.optim.global_batch_size,
+        "train_micro_batch_size_per_gpu": config.parallel.micro_batch_size,
+        "gradient_accumulation_steps": config.accumulation_steps(data_parallel),
+        "gradient_clipping": config.optim.gradient_clip,
+        "bf16.enabled": config.optim.precision == "bf16",
+        "data_types.grad_accum_dtype": "fp32",
+    }
+
+
+def _tuned_values(config: RunConfig) -> dict[str, Any]:
+    """ZeRO-3 settings for which "auto" means "as this model needs": room for the whole core, gathered in order."""
+    model = config.model
+    core = model.parameter_count * model.core_blocks // model.stored_blocks + 5 * model.hidden_size**2
+    return {
+        "zero_optimization.stage3_prefetch_bucket_size": max(core, 1),
+        "zero_optimization.stage3_max_live_parameters": model.parameter_count + 2 * core,
+        "zero_optimization.stage3_max_reuse_distance": model.parameter_count + 2 * core,
+        "zero_optimization.stage3_param_persistence_threshold": 10 * model.hidden_size,
+        "zero_optimization.reduce_bucket_size": max(model.hidden_size**2, 500_000),
+    }
+
+
+def _refuse_unusable(ds_config: dict[str, Any], path: Path) -> None:
+    refusals = (
+        (_get(ds_config, ["zero_optimization", "stage"]) != 3, "zero_optimization.stage must be 3: the checkpoint format is ZeRO-3's"),
+        (_get(ds_config, ["fp16", "enabled"]) is True, "fp16 is not offered: use optim.precision bf16 or fp32"),
+        ("scheduler" in ds_config, "remove 'scheduler': the learning rate comes from the run config's schedule section"),
+        ("optimizer" in ds_config, "remove 'optimizer': AdamW comes from the run config's optim section"),
+        (
+            any(_get(ds_config, ["zero_optimization", key]) for key in ("offload_optimizer", "offload_param")),
+            "remove offload_optimizer and offload_param: offloading is not offered",
+        ),
+    )
+    for refused, reason in refusals:
+        if refused:
+            raise ValueError(f"{path}: {reason}.")
+
+
+def _settle(ds_config: dict[str, Any], key: list[str], value: Any, path: Path) -> None:
+    """Fills a missing or "auto" setting; any other value must agree."""
+    given = _get(ds_config, key)
+    if given is None or given == "auto":
+        _set(ds_config, key, value)
+    elif given != value:
+        raise ValueError(
+            f"{path} says {'.'.join(key)} = {given!r}, but the run config makes it {value!r}. Change one of them, or write \"auto\" in the JSON."
+        )
+
+
+def _get(tree: dict[str, Any], key: list[str]) -> Any:
+    value: Any = tree
+    for part in key:
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _set(tree: dict[str, Any], key: list[str], value: Any) -> None:
+    for part in key[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[key[-1]] = value
+
+
+def _autos(tree: dict[str, Any], prefix: str = "") -> Any:
+    """Dotted names of the values that are still "auto"."""
+    for key, value in tree.items():
+        if value == "auto":
+            yield prefix + key
+        elif isinstance(value, dict):
+            yield from _autos(value, f"{prefix}{key}.")

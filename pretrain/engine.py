@@ -1,0 +1,75 @@
+"""The DeepSpeed engine of a run: process groups, model under ZeRO-3, AdamW.
+
+One fact to know: the recurrent core is a ZeRO-3 leaf whose parameters stay gathered from one optimizer step to the next, so
+that its communication does not depend on the depth.
+"""
+
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.ops import __compatible_ops__
+from deepspeed.utils import set_z3_leaf_modules
+from megatron.core import parallel_state
+from torch import nn
+
+from model.core import RecurrentCore
+from model.grt import GRT, PositionEmbedding
+from model.parallel import DeepSpeedTopology, initialize_model_parallel, layer_config
+from pretrain.config import OptimConfig, RunConfig
+from pretrain.topology import Topology
+
+
+def initialize_distributed(topology: Topology, tensor_parallel: int) -> torch.device:
+    """Joins the process group and splits it into Megatron's groups; the device of this rank."""
+    topology.export()
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(topology.local_rank)
+    # DeepSpeed would compile this shared-memory op at start: minutes on a fresh machine, and of no use in training.
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
+    initialize_model_parallel(tensor_parallel)
+    return torch.device("cuda", topology.local_rank) if cuda else torch.device("cpu")
+
+
+def build_engine(config: RunConfig, ds_config: dict[str, Any]) -> DeepSpeedEngine:
+    """The model, partitioned as it is built, and its optimizer."""
+    dtype = torch.bfloat16 if config.optim.precision == "bf16" else torch.float32
+    topology = DeepSpeedTopology()
+    with deepspeed.zero.Init(
+        data_parallel_group=parallel_state.get_data_parallel_group(), config_dict_or_path=ds_config, dtype=dtype, mpu=topology
+    ):
+        model = GRT(config.model, layer_config(config.parallel.tensor_parallel, dtype), config.seed)
+    if model.core is not None:
+        set_z3_leaf_modules(model, [RecurrentCore])
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, config.optim.weight_decay),
+        lr=config.schedule.learning_rate,
+        betas=(config.optim.beta1, config.optim.beta2),
+        eps=config.optim.eps,
+        fused=True,
+    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, mpu=topology)
+    if model.core is not None:
+        _keep_gathered(engine, model.core)
+    return engine
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices and the token embedding decay; norms, biases and learned positions do not."""
+    decayed, others = [], []
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # under zero.Init every parameter has one dimension
+            (decayed if len(shape) == 2 and not isinstance(module, PositionEmbedding) else others).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def _keep_gathered(engine: DeepSpeedEngine, core: RecurrentCore) -> None:
+    """Marks the core's parameters persistent: gathered once an optimizer step, after the update."""
+    for parameter in core.parameters():
+        if not parameter.ds_persist:
+            parameter.ds_persist = True
+            engine.optimizer.persistent_parameters.append(parameter)
