@@ -1,0 +1,207 @@
+"""Batches of token sequences for training and validation.
+
+Responsible for the way from a position of the stream to tensors; not for the order (`order.py`) nor for files (`shards.py`). The one
+fact to know: the stream is a function of (dataset, seed, sequence length, window, position). Ranks, micro-batches and workers only
+decide who evaluates which position, so the whole state of the data is one integer.
+"""
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from pretrain.order import SequenceOrder
+from pretrain.shards import DatasetError, Index, TokenReader
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the tokens lie and how they are cut and shuffled.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    path: Path  # a directory that tools/prepare_data.py wrote
+    sequence_length: int  # S: a sequence is S + 1 tokens, S of them inputs and S targets
+    workers: int = 1  # processes that read ahead; 0: the training process reads. The stream does not depend on it
+    window_shards: int = 16  # shards that are shuffled together; part of the stream's definition
+
+    def __post_init__(self) -> None:
+        for name, least in (("sequence_length", 1), ("workers", 0), ("window_shards", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"data.{name} is {getattr(self, name)}, but must be at least {least}")
+
+
+class Batch(NamedTuple):
+    """B sequences of S tokens, on the CPU."""
+
+    tokens: torch.Tensor  # int64 [B, S]
+    targets: torch.Tensor  # int64 [B, S], the token after each of `tokens`
+    loss_mask: torch.Tensor  # bool [B, S], False where the target does not count
+    sequence: torch.Tensor  # int64 [B], the position of each sequence in the stream
+
+
+def sequences_per_shard(index: Index, split: str, sequence_length: int) -> np.ndarray:
+    """How many sequences of S + 1 tokens, neighbours sharing one, each shard holds: int64 [shards].
+
+    Raises:
+        DatasetError: none of the split's shards holds one.
+    """
+    tokens = np.array([shard.tokens for shard in index.splits[split].shards], np.int64)
+    counts = np.maximum(tokens - 1, 0) // sequence_length
+    if counts.sum() == 0:
+        raise DatasetError(
+            f"the {split} split of {index.directory} has no sequence of {sequence_length} + 1 tokens: it has {tokens.sum()} tokens in "
+            f"{len(tokens)} shards; use a smaller sequence length, more text, or (for validation) a larger --validation-fraction"
+        )
+    return counts
+
+
+class SequenceDataset(Dataset[Batch | DatasetError]):
+    """Sequences by position: tokens [i S, i S + S] of a shard's stream, in shuffled order (train) or as they lie (validation)."""
+
+    def __init__(self, config: DataConfig, index: Index, split: str, seed: int | None) -> None:
+        """`seed` None: unshuffled, one epoch."""
+        counts = sequences_per_shard(index, split, config.sequence_length)
+        self.epoch_length = int(counts.sum())
+        self._sequence_length = config.sequence_length
+        self._order = None if seed is None else SequenceOrder(counts, seed, config.window_shards)
+        self._first_sequence = np.concatenate([[0], np.cumsum(counts)])
+        self._reader = TokenReader(index, split)
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The (shard, sequence in the shard) at each position, both int64 [positions]."""
+        if self._order is not None:
+            return self._order.locate(positions)
+        shards = np.searchsorted(self._first_sequence, positions, side="right") - 1
+        return shards, positions - self._first_sequence[shards]
+
+    def __getitems__(self, positions: list[int]) -> Batch | DatasetError:
+        """The batch at `positions`. An error is returned, not raised: the loader would hide a worker's exception in its traceback."""
+        try:
+            return self.read(np.array(positions, np.int64))
+        except DatasetError as error:
+            return error
+
+    def read(self, positions: np.ndarray) -> Batch:
+        """The sequences at `positions`, in that order.
+
+        Raises:
+            DatasetError: from the reads.
+        """
+        length = self._sequence_length
+        tokens = np.empty((len(positions), length + 1), np.int64)  # [B, S + 1]
+        for row, shard, sequence in zip(tokens, *(part.tolist() for part in self.locate(positions)), strict=True):
+            row[:] = self._reader.read(shard, sequence * length, length + 1)
+        stream = torch.from_numpy(tokens)
+        inputs, targets = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
+        return Batch(inputs, targets, torch.ones_like(inputs, dtype=torch.bool), torch.from_numpy(positions))
+
+
+class _MicroBatches:
+    """Batch sampler: the positions of one rank's micro-batches, without end."""
+
+    def __init__(self, position: int, micro_batch_size: int, rank: int, ranks: int) -> None:
+        self._first = position + rank * micro_batch_size
+        self._micro_batch_size, self._stride = micro_batch_size, micro_batch_size * ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self._first
+        while True:
+            yield list(range(first, first + self._micro_batch_size))
+            first += self._stride
+
+
+def train_batches(
+    config: DataConfig,
+    index: Index,
+    *,
+    seed: int,
+    position: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+) -> Iterator[Batch]:
+    """This rank's micro-batches from `position` on, without end; they cross epochs.
+
+    The step that starts at P covers positions [P, P + global_batch_size); its micro-batch m on rank r is
+    `P + (m * data_parallel_size + r) * micro_batch_size + [0, micro_batch_size)`.
+
+    Raises:
+        DatasetError: at once, if the split has no full sequence; from the iterator, if a read finds damage.
+        ValueError: the global batch is not a whole number of micro-batches on every rank.
+    """
+    if global_batch_size % (micro_batch_size * data_parallel_size):
+        raise ValueError(
+            f"global batch size {global_batch_size} is not a multiple of micro-batch size {micro_batch_size} x "
+            f"{data_parallel_size} data-parallel ranks"
+        )
+    dataset = SequenceDataset(config, index, "train", seed)
+    loader: DataLoader[Batch | DatasetError] = DataLoader(
+        dataset,
+        batch_sampler=_MicroBatches(position, micro_batch_size, data_parallel_rank, data_parallel_size),
+        num_workers=config.workers,
+        collate_fn=_as_it_is,
+        worker_init_fn=_shield_from_signals,
+        generator=torch.Generator(),  # the loader draws a seed for its workers: not from the trainer's generator
+    )
+    return _raise_errors(loader)
+
+
+def _raise_errors(loader: "DataLoader[Batch | DatasetError]") -> Iterator[Batch]:
+    for batch in loader:
+        if isinstance(batch, DatasetError):
+            raise batch
+        yield batch
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _shield_from_signals(worker: int) -> None:
+    """Replaces the handlers a worker inherits from the trainer.
+
+    Slurm signals every process of a job, and a terminal every process of the foreground. The trainer then saves a checkpoint and stops its
+    workers itself, so they stay alive. SIGTERM is ignored once only: Python ends workers with it when the trainer dies of an exception.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def validation_batches(
+    config: DataConfig,
+    index: Index,
+    *,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    max_sequences: int | None,
+) -> Iterator[Batch]:
+    """This rank's share of the first `max_sequences` validation sequences (None: all), unshuffled, once.
+
+    Every rank gets the same number of batches of the same shape; rows past the end repeat the last sequence with `loss_mask` False.
+    They are read in the calling process: an evaluation is too short to pay for starting workers.
+
+    Raises:
+        DatasetError: at once, if the split has no full sequence; from the iterator, if a read finds damage.
+    """
+    dataset = SequenceDataset(config, index, "validation", None)
+    count = dataset.epoch_length if max_sequences is None else min(dataset.epoch_length, max_sequences)
+    return _validate(dataset, count, micro_batch_size, data_parallel_rank, data_parallel_size)
+
+
+def _validate(dataset: SequenceDataset, count: int, micro_batch_size: int, rank: int, ranks: int) -> Iterator[Batch]:
+    for first in range(0, count, micro_batch_size * ranks):
+        positions = first + rank * micro_batch_size + np.arange(micro_batch_size)
+        batch = dataset.read(np.minimum(positions, count - 1))
+        batch.loss_mask[torch.from_numpy(positions >= count)] = False
+        yield batch._replace(sequence=torch.from_numpy(positions))

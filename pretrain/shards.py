@@ -1,0 +1,248 @@
+"""A dataset directory: its index, cheap checks at start-up, and token reads that are checked as they are made.
+
+`index.json` describes the WebDataset tars beside it; a sample of a tar is a block of whole documents, in members `blk000000.crc.bin`,
+`.doc.bin`, `.json` and `.tok.bin`. Tars are read by offset, never as tars: a read verifies the crc32 of the 4,096-token chunks it
+touches and nothing else. How shards are made is `tools/prepare_data.py`; which tokens are read when is `pretrain/order.py`.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenizer.tokenizer import files_sha256
+
+FORMAT = "grt-shards"
+VERSION = 1
+CHUNK_TOKENS = 4096  # tokens under one crc32
+SPLITS = ("train", "validation")
+TOKENIZER_FOLDER = "tokenizer"
+# One row a block: sizes, and the byte offsets of its members' contents in the shard. crc.bin holds one uint32 for each chunk of tok.bin,
+# then one for doc.bin and one for the JSON. doc.bin holds the end of each document in the block, as uint32 counts of tokens.
+COLUMNS = ("tokens", "documents", "crc_offset", "document_offset", "json_offset", "token_offset")
+MAX_OPEN_SHARDS = 64
+
+
+class DatasetError(Exception):
+    """A dataset that is missing, damaged or of another kind; the message names the file and the remedy."""
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one spelling of `value` in this format: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str
+    bytes: int
+    sha256: str
+    tokens: int
+    documents: int
+    blocks: int
+
+
+class Split:
+    """The shards of one split and the columns of their blocks.
+
+    Attributes:
+        shards: in order.
+        columns: uint64 [blocks], one array for each of COLUMNS.
+        first_block: int64 [shards + 1], where each shard's blocks begin in the columns.
+    """
+
+    def __init__(self, shards: list[Shard], table: np.ndarray) -> None:
+        self.shards = shards
+        self.columns = dict(zip(COLUMNS, table, strict=True))
+        self.first_block = np.cumsum([0] + [shard.blocks for shard in shards])
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+
+@dataclass(frozen=True)
+class Index:
+    """What `index.json` and the arrays beside it say. `fingerprint` is the sha256 of index.json, which covers everything else."""
+
+    directory: Path
+    fingerprint: str
+    source: str
+    dtype: np.dtype
+    vocab_size: int
+    eos_id: int
+    tokenizer_fingerprint: str
+    tokenizer_files: list[str]  # in TOKENIZER_FOLDER
+    splits: dict[str, Split]
+
+    def token_count(self, split: str) -> int:
+        return self.splits[split].tokens
+
+
+def columns_file(split: str) -> str:
+    """Name of a split's block columns: little-endian uint64 of shape [len(COLUMNS), blocks]."""
+    return f"{split}.blocks.bin"
+
+
+def chunk_crcs(tokens: bytes, itemsize: int) -> list[int]:
+    """crc32 of each 4,096-token chunk of a token payload."""
+    step = CHUNK_TOKENS * itemsize
+    view = memoryview(tokens)
+    return [zlib.crc32(view[start : start + step]) for start in range(0, len(view), step)]
+
+
+def open_dataset(path: Path) -> Index:
+    """Loads the index of a dataset directory and makes the checks that need not read the shards.
+
+    Raises:
+        DatasetError: no dataset, another format version, or a file that is missing or differs from the index.
+    """
+    index = load_index(path)
+    damage = file_damage(index)
+    if damage:
+        more = f" (and {len(damage) - 1} more; see tools/verify_shards.py)" if len(damage) > 1 else ""
+        raise DatasetError(f"dataset {path}: {damage[0]}{more}; restore the file, or make the dataset again with tools/prepare_data.py")
+    return index
+
+
+def load_index(path: Path) -> Index:
+    """The index alone: neither shards nor tokenizer are looked at.
+
+    Raises:
+        DatasetError: it is missing, damaged, or of another version.
+    """
+    path = Path(path)
+    try:
+        data = (path / "index.json").read_bytes()
+    except OSError as error:
+        message = f"no dataset in {path}: index.json cannot be read ({error.strerror}); make one with tools/prepare_data.py"
+        raise DatasetError(message) from error
+    try:
+        content = json.loads(data)
+        if (content["format"], content["version"]) != (FORMAT, VERSION):
+            found = f"{content['format']} version {content['version']}"
+            raise DatasetError(f"{path}/index.json is of {found}, this code reads {FORMAT} version {VERSION}; make the dataset again")
+        if canonical_json(content) != data:
+            raise ValueError("it is not the canonical JSON that was written")
+        return Index(
+            directory=path,
+            fingerprint=hashlib.sha256(data).hexdigest(),
+            source=content["source"],
+            dtype=np.dtype({"uint16": "<u2", "uint32": "<u4"}[content["dtype"]]),
+            vocab_size=content["vocab_size"],
+            eos_id=content["eos_id"],
+            tokenizer_fingerprint=content["tokenizer_sha256"],
+            tokenizer_files=content["tokenizer_files"],
+            splits={split: _load_split(path, split, content["splits"][split]) for split in SPLITS},
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise DatasetError(f"{path}/index.json is damaged ({error!r}); restore it, or make the dataset again") from error
+
+
+def _load_split(path: Path, name: str, content: dict[str, Any]) -> Split:
+    shards = [Shard(**shard) for shard in content["shards"]]
+    file = path / columns_file(name)
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise DatasetError(f"{file} cannot be read ({error.strerror}); restore it, or make the dataset again") from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != content["columns_sha256"]:
+        raise DatasetError(f"{file} is damaged: sha256 expected {content['columns_sha256']}, found {found}; restore it")
+    table = np.frombuffer(data, "<u8").reshape(len(COLUMNS), sum(shard.blocks for shard in shards))
+    return Split(shards, table)
+
+
+def file_damage(index: Index) -> list[str]:
+    """One line for each file whose presence, size or (for the tokenizer's copy) hash differs from the index."""
+    damage = []
+    for split in index.splits.values():
+        for shard in split.shards:
+            try:
+                size = (index.directory / shard.name).stat().st_size
+            except OSError as error:
+                damage.append(f"{shard.name}: cannot be read ({error.strerror})")
+                continue
+            if size != shard.bytes:
+                damage.append(f"{shard.name}: {size} bytes, the index says {shard.bytes}")
+    try:
+        found = files_sha256(index.directory / TOKENIZER_FOLDER / name for name in index.tokenizer_files)
+    except OSError as error:
+        return [*damage, f"{TOKENIZER_FOLDER}: the tokenizer's copy cannot be read ({error.strerror})"]
+    if found != index.tokenizer_fingerprint:
+        damage.append(f"{TOKENIZER_FOLDER}: sha256 expected {index.tokenizer_fingerprint}, found {found}")
+    return damage
+
+
+class TokenReader:
+    """Reads ranges of a shard's token stream: its blocks' tokens one after the other. Opens shards when they are first read."""
+
+    def __init__(self, index: Index, split: str) -> None:
+        self._directory, self._dtype = index.directory, index.dtype
+        self._split = index.splits[split]
+        self._first_token = np.concatenate([[0], np.cumsum(self._split.columns["tokens"], dtype=np.int64)])
+        self._open_files: OrderedDict[int, int] = OrderedDict()  # shard -> file descriptor, the last used last
+
+    def read(self, shard: int, start: int, count: int) -> np.ndarray:
+        """Tokens [start, start + count) of the shard's stream, [count] of the dataset's dtype.
+
+        Raises:
+            DatasetError: the file is missing or short, or a chunk does not match its crc32; names shard, block, expected and found.
+        """
+        begin = int(self._first_token[self._split.first_block[shard]]) + start  # in the split's tokens
+        end = begin + count
+        block = int(np.searchsorted(self._first_token, begin, side="right")) - 1
+        pieces = []
+        while begin < end:
+            stop = min(end, int(self._first_token[block + 1]))
+            block_begin = int(self._first_token[block])
+            pieces.append(self._read_block(shard, block, begin - block_begin, stop - block_begin))
+            begin, block = stop, block + 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _read_block(self, shard: int, block: int, start: int, stop: int) -> np.ndarray:
+        columns = self._split.columns
+        first_chunk, last_chunk = start // CHUNK_TOKENS, (stop - 1) // CHUNK_TOKENS
+        chunk_start = first_chunk * CHUNK_TOKENS
+        chunk_stop = min((last_chunk + 1) * CHUNK_TOKENS, int(columns["tokens"][block]))
+        itemsize = self._dtype.itemsize
+        data = self._pread(shard, int(columns["token_offset"][block]) + chunk_start * itemsize, (chunk_stop - chunk_start) * itemsize)
+        crcs = self._pread(shard, int(columns["crc_offset"][block]) + 4 * first_chunk, 4 * (last_chunk - first_chunk + 1))
+        expected = np.frombuffer(crcs, "<u4").tolist()
+        found = chunk_crcs(data, itemsize)
+        if found != expected:
+            bad = next(i for i in range(len(found)) if found[i] != expected[i])
+            raise DatasetError(
+                f"{self._directory / self._split.shards[shard].name}: block {block - int(self._split.first_block[shard])}, "
+                f"tokens from {(first_chunk + bad) * CHUNK_TOKENS}: crc32 expected {expected[bad]:08x}, found {found[bad]:08x}; "
+                "the file is damaged: restore it, or make the dataset again with tools/prepare_data.py"
+            )
+        return np.frombuffer(data, self._dtype)[start - chunk_start : stop - chunk_start]
+
+    def _pread(self, shard: int, offset: int, count: int) -> bytes:
+        path = self._directory / self._split.shards[shard].name
+        try:
+            data = os.pread(self._descriptor(shard, path), count, offset)
+        except OSError as error:
+            raise DatasetError(f"{path} cannot be read at byte {offset}: {error.strerror}") from error
+        if len(data) != count:
+            raise DatasetError(f"{path} ends before byte {offset + count}: it was cut after training began; restore it")
+        return data
+
+    def _descriptor(self, shard: int, path: Path) -> int:
+        if shard not in self._open_files:
+            self._open_files[shard] = os.open(path, os.O_RDONLY)
+            if len(self._open_files) > MAX_OPEN_SHARDS:
+                os.close(self._open_files.popitem(last=False)[1])
+        self._open_files.move_to_end(shard)
+        return self._open_files[shard]
+
+    def __del__(self) -> None:
+        for descriptor in getattr(self, "_open_files", {}).values():
+            os.close(descriptor)
