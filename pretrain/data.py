@@ -63,7 +63,14 @@ def sequences_per_shard(index: Index, split: str, sequence_length: int) -> np.nd
     return counts
 
 
-class SequenceDataset(Dataset[Batch | DatasetError]):
+class Sequences(NamedTuple):
+    """A batch as workers send it: arrays pass through a pipe at a tenth of a tensor's price, which opens shared memory."""
+
+    positions: np.ndarray  # int64 [B]
+    tokens: np.ndarray  # the dataset's dtype [B, S + 1]
+
+
+class SequenceDataset(Dataset[Sequences | DatasetError]):
     """Sequences by position: tokens [i S, i S + S] of a shard's stream, in shuffled order (train) or as they lie (validation)."""
 
     def __init__(self, config: DataConfig, index: Index, split: str, seed: int | None) -> None:
@@ -82,26 +89,32 @@ class SequenceDataset(Dataset[Batch | DatasetError]):
         shards = np.searchsorted(self._first_sequence, positions, side="right") - 1
         return shards, positions - self._first_sequence[shards]
 
-    def __getitems__(self, positions: list[int]) -> Batch | DatasetError:
-        """The batch at `positions`. An error is returned, not raised: the loader would hide a worker's exception in its traceback."""
+    def __getitems__(self, positions: list[int]) -> Sequences | DatasetError:
+        """What the loader calls. An error is returned, not raised: the loader would bury a worker's exception in its traceback."""
         try:
             return self.read(np.array(positions, np.int64))
         except DatasetError as error:
             return error
 
-    def read(self, positions: np.ndarray) -> Batch:
+    def read(self, positions: np.ndarray) -> Sequences:
         """The sequences at `positions`, in that order.
 
         Raises:
             DatasetError: from the reads.
         """
+        shards, sequences = self.locate(positions)
         length = self._sequence_length
-        tokens = np.empty((len(positions), length + 1), np.int64)  # [B, S + 1]
-        for row, shard, sequence in zip(tokens, *(part.tolist() for part in self.locate(positions)), strict=True):
-            row[:] = self._reader.read(shard, sequence * length, length + 1)
-        stream = torch.from_numpy(tokens)
-        inputs, targets = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
-        return Batch(inputs, targets, torch.ones_like(inputs, dtype=torch.bool), torch.from_numpy(positions))
+        rows = [
+            self._reader.read(shard, sequence * length, length + 1)
+            for shard, sequence in zip(shards.tolist(), sequences.tolist(), strict=True)
+        ]
+        return Sequences(positions, np.stack(rows))
+
+
+def _to_batch(sequences: Sequences) -> Batch:
+    stream = torch.from_numpy(sequences.tokens.astype(np.int64))  # [B, S + 1]
+    tokens, targets = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
+    return Batch(tokens, targets, torch.ones_like(tokens, dtype=torch.bool), torch.from_numpy(sequences.positions))
 
 
 class _MicroBatches:
@@ -144,7 +157,7 @@ def train_batches(
             f"{data_parallel_size} data-parallel ranks"
         )
     dataset = SequenceDataset(config, index, "train", seed)
-    loader: DataLoader[Batch | DatasetError] = DataLoader(
+    loader: DataLoader[Sequences | DatasetError] = DataLoader(
         dataset,
         batch_sampler=_MicroBatches(position, micro_batch_size, data_parallel_rank, data_parallel_size),
         num_workers=config.workers,
@@ -152,14 +165,14 @@ def train_batches(
         worker_init_fn=_shield_from_signals,
         generator=torch.Generator(),  # the loader draws a seed for its workers: not from the trainer's generator
     )
-    return _raise_errors(loader)
+    return _batches(loader)
 
 
-def _raise_errors(loader: "DataLoader[Batch | DatasetError]") -> Iterator[Batch]:
-    for batch in loader:
-        if isinstance(batch, DatasetError):
-            raise batch
-        yield batch
+def _batches(loader: "DataLoader[Sequences | DatasetError]") -> Iterator[Batch]:
+    for sequences in loader:
+        if isinstance(sequences, DatasetError):
+            raise sequences
+        yield _to_batch(sequences)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -202,6 +215,6 @@ def validation_batches(
 def _validate(dataset: SequenceDataset, count: int, micro_batch_size: int, rank: int, ranks: int) -> Iterator[Batch]:
     for first in range(0, count, micro_batch_size * ranks):
         positions = first + rank * micro_batch_size + np.arange(micro_batch_size)
-        batch = dataset.read(np.minimum(positions, count - 1))
+        batch = _to_batch(dataset.read(np.minimum(positions, count - 1)))
         batch.loss_mask[torch.from_numpy(positions >= count)] = False
         yield batch._replace(sequence=torch.from_numpy(positions))
