@@ -56,18 +56,14 @@ class GRTConfig:
             "num_kv_heads",
             f"a divisor of num_heads {self.num_heads}",
         )
-        self._require(
-            self.ffn_hidden_size is None or self.ffn_hidden_size >= 1, "ffn_hidden_size", "at least 1, or null for the default"
-        )
+        self._require(self.ffn_hidden_size is None or self.ffn_hidden_size >= 1, "ffn_hidden_size", "at least 1, or null for the default")
         if self.core_blocks:
             self._require(self.max_depth >= 1, "max_depth", "at least 1 when there is a core")
             self._require(0 <= self.min_depth <= self.max_depth, "min_depth", f"0 to max_depth {self.max_depth}")
         else:
             self._require(self.max_depth == 0, "max_depth", "0 when core_blocks is 0 (a dense model)")
             self._require(self.min_depth == 0, "min_depth", "0 when core_blocks is 0 (a dense model)")
-        self._require(
-            self.position == "learned" or self.head_size % 2 == 0, "num_heads", "such that the head size is even (for rope)"
-        )
+        self._require(self.position == "learned" or self.head_size % 2 == 0, "num_heads", "such that the head size is even (for rope)")
         for name in ("rope_theta", "norm_eps", "init_std", "gate_temperature"):
             self._require(getattr(self, name) > 0, name, "greater than 0")
         for name in ("state_noise", "gate_noise"):
@@ -95,8 +91,7 @@ class GRTConfig:
         ):
             if value % size:
                 raise ValueError(
-                    f"parallel.tensor_parallel is {size}, which does not divide the model's {name} ({value}). "
-                    f"Choose a common divisor."
+                    f"parallel.tensor_parallel is {size}, which does not divide the model's {name} ({value}). Choose a common divisor."
                 )
 
     @property

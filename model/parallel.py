@@ -1,7 +1,7 @@
 """Megatron's process groups and layer settings, and the adapter through which DeepSpeed sees them.
 
 Order matters (measured on deepspeed 0.19.8 and megatron-core 0.16.1): initialise torch.distributed, then Megatron's
-groups, then build the model, then `deepspeed.initialize(..., mpu=DeepSpeedTopology())`.
+groups, then build the model, then `deepspeed.initialize(..., mpu=ParallelGroups())`.
 """
 
 import torch
@@ -11,17 +11,7 @@ from torch.distributed import ProcessGroup
 
 
 def initialize_model_parallel(tensor_parallel: int) -> None:
-    """Splits the initialised world into tensor-parallel groups of neighbouring ranks, and data-parallel groups across them.
-
-    Raises:
-        ValueError: the world size is not a multiple of `tensor_parallel`.
-    """
-    world_size = torch.distributed.get_world_size()
-    if world_size % tensor_parallel:
-        raise ValueError(
-            f"parallel.tensor_parallel is {tensor_parallel}, which does not divide the {world_size} processes of this run. "
-            f"Start a multiple of {tensor_parallel} processes, or lower it."
-        )
+    """Splits the initialised world into tensor-parallel groups of neighbouring ranks, and data-parallel groups across them."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
 
 
@@ -40,8 +30,8 @@ def layer_config(tensor_parallel: int, dtype: torch.dtype) -> ModelParallelConfi
     )
 
 
-class DeepSpeedTopology:
-    """DeepSpeed's `mpu` interface over Megatron's `parallel_state`, which names the model-parallel functions differently.
+class ParallelGroups:
+    """The groups that this rank is in, with the names that DeepSpeed asks its `mpu` for; Megatron names the model-parallel ones differently.
 
     It must not define `initialize_sequence_parallel`: DeepSpeed would take it for Ulysses and ignore the tensor-parallel group.
     """

@@ -99,7 +99,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         _require(0 <= self.seed < 2**63, "seed", self.seed, "from 0 to 2^63 - 1")
         length = self.data.sequence_length
-        _require(length <= self.model.max_positions, "data.sequence_length", length, f"at most model.max_positions {self.model.max_positions}")
+        _require(
+            length <= self.model.max_positions, "data.sequence_length", length, f"at most model.max_positions {self.model.max_positions}"
+        )
         self.model.validate_tensor_parallel(self.parallel.tensor_parallel)
 
     @property
@@ -114,6 +116,20 @@ class RunConfig:
             return [0]
         chosen = [full // 2, 2 * full] if self.eval.depths is None else self.eval.depths
         return sorted({0, 1, full, *chosen})
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Data-parallel ranks of a run of `world_size` processes.
+
+        Raises:
+            ValueError: tensor parallelism does not divide the processes.
+        """
+        tensor_parallel = self.parallel.tensor_parallel
+        if world_size % tensor_parallel:
+            raise ValueError(
+                f"parallel.tensor_parallel is {tensor_parallel}, which does not divide the {world_size} processes of this run. "
+                f"Start a multiple of {tensor_parallel} processes, or lower it."
+            )
+        return world_size // tensor_parallel
 
     def accumulation_steps(self, data_parallel: int) -> int:
         """Micro-batches an optimizer step of each rank.
@@ -131,9 +147,9 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values only, as YAML and JSON can hold them."""
-        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()} | {
-            "data": {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self.data).items()}
-        }
+        plain = asdict(self)
+        plain["run_dir"], plain["data"]["path"] = str(self.run_dir), str(self.data.path)
+        return plain
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -151,7 +167,9 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[RunConfig, Path
         description="Pretrains a GRT. Example: deepspeed pretrain/train.py --config configs/demo.yaml --ds_config configs/ds_zero3_fp32.json",
     )
     parser.add_argument("--config", action="config", help="YAML file with the settings below")
-    parser.add_argument("--ds_config", type=Path, required=True, help="DeepSpeed's JSON config; 'auto' values are filled from the run config")
+    parser.add_argument(
+        "--ds_config", type=Path, required=True, help="DeepSpeed's JSON config; 'auto' values are filled from the run config"
+    )
     parser.add_argument("--local_rank", type=int, help="appended by the deepspeed launcher; the environment says the same")
     parser.add_class_arguments(RunConfig, nested_key=None, fail_untyped=True)
     parsed = parser.parse_args(arguments)

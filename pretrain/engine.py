@@ -11,13 +11,12 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.ops import __compatible_ops__
 from deepspeed.utils import set_z3_leaf_modules
-from megatron.core import parallel_state
 from torch import nn
 
 from model.core import RecurrentCore
 from model.grt import GRT, PositionEmbedding
-from model.parallel import DeepSpeedTopology, initialize_model_parallel, layer_config
-from pretrain.config import OptimConfig, RunConfig
+from model.parallel import ParallelGroups, initialize_model_parallel, layer_config
+from pretrain.config import RunConfig
 from pretrain.topology import Topology
 
 
@@ -37,10 +36,8 @@ def initialize_distributed(topology: Topology, tensor_parallel: int) -> torch.de
 def build_engine(config: RunConfig, ds_config: dict[str, Any]) -> DeepSpeedEngine:
     """The model, partitioned as it is built, and its optimizer."""
     dtype = torch.bfloat16 if config.optim.precision == "bf16" else torch.float32
-    topology = DeepSpeedTopology()
-    with deepspeed.zero.Init(
-        data_parallel_group=parallel_state.get_data_parallel_group(), config_dict_or_path=ds_config, dtype=dtype, mpu=topology
-    ):
+    groups = ParallelGroups()
+    with deepspeed.zero.Init(data_parallel_group=groups.get_data_parallel_group(), config_dict_or_path=ds_config, dtype=dtype, mpu=groups):
         model = GRT(config.model, layer_config(config.parallel.tensor_parallel, dtype), config.seed)
     if model.core is not None:
         set_z3_leaf_modules(model, [RecurrentCore])
@@ -51,7 +48,7 @@ def build_engine(config: RunConfig, ds_config: dict[str, Any]) -> DeepSpeedEngin
         eps=config.optim.eps,
         fused=True,
     )
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, mpu=topology)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, mpu=groups)
     if model.core is not None:
         _keep_gathered(engine, model.core)
     return engine

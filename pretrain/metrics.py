@@ -1,0 +1,177 @@
+"""What a run tells its user: metrics.jsonl, TensorBoard, and lines or a progress bar on the console. Rank 0 only."""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from pretrain.config import RunConfig
+from pretrain.resume import Progress
+
+# Dense bf16 FLOP/s by device name; model FLOPs utilisation is reported for these devices only.
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+
+
+class Speedometer:
+    """Tokens a second and model FLOPs utilisation since the last reading.
+
+    FLOPs follow the nominal convention of `GRTConfig.forward_flops_per_token` at the depth that each step ran; recomputation is not counted.
+    """
+
+    def __init__(self, config: RunConfig, world_size: int) -> None:
+        self.config = config
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        peak = next((flops for device, flops in PEAK_FLOPS.items() if device in name), None)
+        self.peak = None if peak is None else peak * world_size
+        self._start()
+
+    def _start(self) -> None:
+        self.since, self.tokens, self.flops = time.perf_counter(), 0, 0
+
+    def step(self, depth: int) -> None:
+        tokens = self.config.tokens_per_step
+        self.tokens += tokens
+        self.flops += 3 * tokens * self.config.model.forward_flops_per_token(self.config.data.sequence_length, depth)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Takes work that is not training off the clock."""
+        start = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - start
+
+    def read(self) -> dict[str, float]:
+        seconds = time.perf_counter() - self.since
+        speed = {"tokens_per_second": self.tokens / seconds}
+        if self.peak is not None:
+            speed["mfu"] = self.flops / seconds / self.peak
+        self._start()
+        return speed
+
+
+def peak_memory_gib() -> float:
+    """Peak of this process: allocated on the GPU, or resident on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class MetricsLog:
+    """Appends rows to metrics.jsonl and TensorBoard, and shows them. On other ranks than 0 it does nothing.
+
+    At a resume, rows later than the checkpoint are cut: their steps will be run again.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, start_step: int, total_steps: int) -> None:
+        self.enabled = rank == 0
+        if not self.enabled:
+            return
+        path = config.run_dir / "metrics.jsonl"
+        _cut_rows(path, start_step)
+        self.file = path.open("a", buffering=1)
+        self.writer = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=start_step + 1) if config.log.tensorboard else None
+        self.total_steps = total_steps
+        terminal = sys.stderr.isatty()
+        self.bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True) if terminal else None
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self.enabled:
+            self.file.close()
+            if self.writer is not None:
+                self.writer.close()
+            if self.bar is not None:
+                self.bar.close()
+
+    def advance(self) -> None:
+        """Moves the progress bar by a step."""
+        if self.enabled and self.bar is not None:
+            self.bar.update()
+
+    def train_step(
+        self,
+        progress: Progress,
+        loss: float,
+        depth: int,
+        learning_rate: float,
+        engine: DeepSpeedEngine,
+        speed: dict[str, float],
+        gate_statistics: Tensor,
+    ) -> None:
+        """A row of the step just made. `gate_statistics` fp32 [depth, 2]: the gate's mean and the relative update, by recurrence."""
+        values = {
+            "tokens": progress.tokens,
+            "loss": loss,
+            "depth": depth,
+            "learning_rate": learning_rate,
+            "gradient_norm": float(engine.get_global_grad_norm()),
+            "step_skipped": int(not engine.was_step_applied()),  # DeepSpeed leaves out a step with non-finite gradients
+            **speed,
+            "memory_gib": peak_memory_gib(),
+        }
+        for recurrence, (mean, update) in enumerate(gate_statistics.tolist(), start=1):
+            values |= {f"gate_mean/recurrence_{recurrence}": mean, f"update_size/recurrence_{recurrence}": update}
+        mfu = f"  mfu {speed['mfu']:.1%}" if "mfu" in speed else ""
+        skipped = "  SKIPPED: the gradients are not finite" if values["step_skipped"] else ""
+        self._write(
+            progress.step,
+            values,
+            f"loss {loss:.4f}  depth {depth}  lr {learning_rate:.2e}  grad norm {values['gradient_norm']:.3f}  "
+            f"{speed['tokens_per_second']:,.0f} tokens/s{mfu}  memory {values['memory_gib']:.2f} GiB{skipped}",
+        )
+
+    def validation(self, step: int, losses: dict[int, float], full_depth: int) -> None:
+        """A row of validation losses by depth, with what the core and what depth gain; gains are absent for a dense model."""
+        values = {f"validation_loss/depth_{depth}": loss for depth, loss in losses.items()}
+        if full_depth:
+            values |= {"core_gain": losses[0] - losses[full_depth], "depth_gain": losses[1] - losses[full_depth]}
+        shown = "  ".join(f"depth {depth}: {loss:.4f}" for depth, loss in losses.items())
+        gains = f"  core gain {values['core_gain']:.4f}  depth gain {values['depth_gain']:.4f}" if full_depth else ""
+        self._write(step, values, f"validation loss  {shown}{gains}")
+
+    def _write(self, step: int, values: dict[str, Any], line: str) -> None:
+        if not self.enabled:
+            return
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.writer is not None:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, step)
+        self.say(f"step {step}/{self.total_steps}  {line}")
+
+    def say(self, line: str) -> None:
+        if not self.enabled:
+            return
+        if self.bar is not None:
+            self.bar.write(line)
+        else:
+            print(line, flush=True)
+
+
+def _cut_rows(path: Path, last_step: int) -> None:
+    """Removes the rows after `last_step`, and a last line that a killed run left half-written."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if row["step"] <= last_step:
+            kept.append(line + "\n")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)

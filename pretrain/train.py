@@ -1,0 +1,198 @@
+"""Pretrains a GRT: `deepspeed pretrain/train.py --config configs/X.yaml --ds_config configs/Y.json [--section.key value]`.
+
+The same file runs under torchrun, srun, mpirun, and as one plain process. `train` reads top to bottom: a depth, micro-steps,
+an optimizer step, then logging, validation and checkpoints when they are due.
+"""
+
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+from model.apex import nvidia_apex_available
+from model.depth import sample_depth
+from model.parallel import ParallelGroups
+from pretrain.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from pretrain.config import RunConfig, parse_arguments
+from pretrain.data import Batch, sequences_per_shard, train_batches, validation_batches
+from pretrain.ds_config import load_ds_config
+from pretrain.engine import build_engine, initialize_distributed
+from pretrain.metrics import MetricsLog, Speedometer
+from pretrain.resume import Progress, find_checkpoint, identity
+from pretrain.schedule import learning_rate
+from pretrain.shards import DatasetError, Index, open_dataset
+from pretrain.topology import Topology
+from pretrain.validation import validation_losses
+
+BAD_INPUT = 2  # exit code of everything that starting again would not mend
+
+
+def main() -> None:
+    config, ds_config_path = parse_arguments()
+    try:
+        topology = Topology.from_environment(os.environ)
+        ds_config, index, checkpoint = check_before_start(config, ds_config_path, topology)
+    except (ValueError, OSError, RuntimeError, DatasetError) as error:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # every rank of a node finds the same
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    try:
+        train(config, ds_config, topology, index, checkpoint)
+    except (DatasetError, CheckpointError) as error:
+        print(f"error on rank {topology.rank}: {error}", file=sys.stderr, flush=True)
+        os._exit(BAD_INPUT)  # an ordinary exit would wait for the other ranks, which may wait for this one in a collective
+
+
+def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topology) -> tuple[dict[str, Any], Index, Path | None]:
+    """Finds what is wrong with config, data, environment and checkpoint before anything expensive starts.
+
+    Returns:
+        DeepSpeed's config, the dataset's index, and the checkpoint to resume from.
+    """
+    nvidia_apex_available()
+    ds_config = load_ds_config(ds_config_path, config, config.data_parallel_size(topology.world_size))
+    index = open_dataset(config.data.path)
+    if index.vocab_size != config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {config.model.vocab_size}, but the tokenizer of {config.data.path} has {index.vocab_size} pieces. "
+            f"Set model.vocab_size to {index.vocab_size}."
+        )
+    for split in ("train", "validation"):
+        sequences_per_shard(index, split, config.data.sequence_length)
+    checkpoint = find_checkpoint(config, identity(config, index))
+    topology.check_port_free()
+    return ds_config, index, checkpoint
+
+
+def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, index: Index, checkpoint: Path | None) -> None:
+    """The whole run on this rank."""
+    device = initialize_distributed(topology, config.parallel.tensor_parallel)
+    engine = build_engine(config, ds_config)
+    progress = Progress() if checkpoint is None else Progress(**load_checkpoint(engine, checkpoint))
+    total_steps = math.ceil(config.schedule.total_tokens / config.tokens_per_step)
+    if topology.rank == 0:
+        describe_run(config, ds_config, topology)
+
+    groups = ParallelGroups()
+    ranks = {"data_parallel_rank": groups.get_data_parallel_rank(), "data_parallel_size": groups.get_data_parallel_world_size()}
+    batches = train_batches(
+        config.data,
+        index,
+        seed=config.seed,
+        position=progress.position,
+        global_batch_size=config.optim.global_batch_size,
+        micro_batch_size=config.parallel.micro_batch_size,
+        **ranks,
+    )
+
+    def validate(log: MetricsLog) -> None:
+        held_out = validation_batches(
+            config.data, index, micro_batch_size=config.parallel.micro_batch_size, max_sequences=config.eval.max_sequences, **ranks
+        )
+        losses = validation_losses(engine, held_out, config.evaluation_depths, device)
+        log.validation(progress.step, losses, config.model.max_depth)
+
+    def save() -> None:
+        save_checkpoint(
+            engine,
+            config.run_dir / "checkpoints",
+            progress.as_dict(),
+            config.as_dict(),
+            identity(config, index),
+            config.checkpoint.keep,
+        )
+
+    with MetricsLog(config, topology.rank, progress.step, total_steps) as log:
+        log.say(f"{'resumed from ' + str(checkpoint) if checkpoint else 'fresh start'}: step {progress.step} of {total_steps}")
+        if progress.step == 0:
+            validate(log)
+        speed = Speedometer(config, topology.world_size)
+        while progress.step < total_steps:
+            depth = sample_depth(config.model, config.seed, progress.step)
+            rate = learning_rate(config.schedule, progress.tokens + config.tokens_per_step)
+            due_log = is_due(progress.step + 1, config.log.every_steps, total_steps)
+            loss, statistics = train_step(engine, batches, depth, rate, device, due_log)
+            progress = progress.after_step(config)
+            speed.step(depth)
+
+            if due_log:
+                reduced = average_over_data_parallel(torch.cat((loss[None], statistics.flatten())))
+                log.train_step(progress, float(reduced[0]), depth, rate, engine, speed.read(), reduced[1:].view(-1, 2))
+            log.advance()
+            with speed.paused():
+                if is_due(progress.step, config.eval.every_steps, total_steps):
+                    validate(log)
+                if is_due(progress.step, config.checkpoint.every_steps, total_steps):
+                    save()
+
+
+def train_step(
+    engine: DeepSpeedEngine, batches: Iterator[Batch], depth: int, rate: float, device: torch.device, statistics: bool
+) -> tuple[Tensor, Tensor]:
+    """One optimizer step over this rank's micro-batches.
+
+    Every target of a training batch counts, so the mean over equal micro-batches is the mean over the global batch.
+
+    Returns:
+        this rank's mean loss (fp32 scalar), and the core's statistics [depth, 2] ([0, 2] unless asked for), both detached.
+    """
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
+    accumulation = engine.gradient_accumulation_steps()
+    losses, gates = [], []
+    for batch in islice(batches, accumulation):
+        losses_BS, gate = engine(
+            batch.tokens.to(device), batch.targets.to(device), depth=depth, sequences_B=batch.sequence.to(device), statistics=statistics
+        )
+        loss = losses_BS.mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+        gates.append(gate)
+    return torch.stack(losses).mean(), torch.stack(gates).mean(0)
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    return step % every == 0 or step == last
+
+
+def average_over_data_parallel(values: Tensor) -> Tensor:
+    groups = ParallelGroups()
+    torch.distributed.all_reduce(values, group=groups.get_data_parallel_group())
+    return values / groups.get_data_parallel_world_size()
+
+
+def describe_run(config: RunConfig, ds_config: dict[str, Any], topology: Topology) -> None:
+    """Writes what was run, with what, where: config.yaml, ds_config.json, environment.json, tokenizer/."""
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / "config.yaml").write_text(yaml.safe_dump(config.as_dict(), sort_keys=False))
+    (config.run_dir / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    environment = {
+        "versions": {name: version(name) for name in ("torch", "deepspeed", "megatron-core", "webdataset", "sentencepiece", "numpy")},
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "git_commit": commit.stdout.strip() or None,
+        "launcher": topology.launcher,
+        "world_size": topology.world_size,
+        "tensor_parallel": config.parallel.tensor_parallel,
+    }
+    (config.run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+    shutil.copytree(config.data.path / "tokenizer", config.run_dir / "tokenizer", dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    main()
