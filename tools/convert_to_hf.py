@@ -146,7 +146,7 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, config: GRTConfig) ->
     from transformers import TokenizersBackend
 
     # Without split_special_tokens, text that spells a special piece would become that piece.
-    settings = {"split_special_tokens": True, "model_max_length": config.max_positions, "padding_side": "left"}
+    settings: dict[str, Any] = {"split_special_tokens": True, "model_max_length": config.max_positions, "padding_side": "left"}
     source = tokenizer.files[0].parent
     if (source / "tokenizer.model").exists():
         exported = TokenizersBackend.from_pretrained(source, **settings)
@@ -176,7 +176,8 @@ def model_card(manifest: dict[str, Any], config: GRTConfig, dtype: torch.dtype) 
         )
         depth = (
             f"\nThe number of recurrences is free at inference: `model.generate(**inputs, num_steps=4)`, `model(**inputs, num_steps=4)`.\n"
-            f"The default is {config.max_depth}, the most seen in training; 0 skips the core. Measure the loss by depth before relying on it.\n"
+            f"The default is {config.max_depth}, the most seen in training; 0 skips the core. Measure the loss by depth before relying\n"
+            f"on it.\n"
         )
     else:
         kind, depth = f"A dense transformer of {config.stored_blocks} blocks.", ""
@@ -203,7 +204,7 @@ pipeline_tag: text-generation
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))

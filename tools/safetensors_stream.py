@@ -41,7 +41,7 @@ def write_shards(directory: Path, plan: list[TensorPlan], read: Callable[[str], 
     if len(shards) == 1:
         _write_file(directory / "model.safetensors", shards[0], read)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, start=1):
         file_name = f"model-{i:05}-of-{len(shards):05}.safetensors"
         _write_file(directory / file_name, shard, read)
@@ -75,6 +75,10 @@ def _write_file(path: Path, plan: list[TensorPlan], read: Callable[[str], Tensor
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for tensor in plan:
-            value = read(tensor.name).contiguous()
-            assert value.shape == tensor.shape and value.dtype == tensor.dtype, f"{tensor.name} is not as planned"
-            file.write(value.view(torch.uint8).numpy())
+            file.write(_content(tensor, read(tensor.name)))
+
+
+def _content(tensor: TensorPlan, value: Tensor) -> memoryview:
+    """The value's bytes, without a copy."""
+    assert value.shape == tensor.shape and value.dtype == tensor.dtype, f"{tensor.name} is not as planned"
+    return value.contiguous().view(torch.uint8).numpy().data

@@ -19,11 +19,26 @@ from tools.hf.configuration_grt import GRTConfig as ExportedConfig
 from tools.hf.modeling_grt import GRTForCausalLM
 
 SPLIT_BY_COLUMNS = ("attention.out.weight", "mlp.down.weight")
-SPLIT_BY_ROWS = ("embedding.tokens.weight", "attention.q.weight", "attention.k.weight", "attention.v.weight", "mlp.up.weight", "mlp.gate.weight")
+SPLIT_BY_ROWS = (
+    "embedding.tokens.weight",
+    "attention.q.weight",
+    "attention.k.weight",
+    "attention.v.weight",
+    "mlp.up.weight",
+    "mlp.gate.weight",
+)
 
 
 def small_config(**changes: Any) -> GRTConfig:
-    sizes = {"vocab_size": 300, "hidden_size": 32, "num_heads": 4, "max_positions": 48, "prelude_blocks": 1, "core_blocks": 2, "coda_blocks": 2}
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "max_positions": 48,
+        "prelude_blocks": 1,
+        "core_blocks": 2,
+        "coda_blocks": 2,
+    }
     return GRTConfig(**(sizes | {"max_depth": 3} | changes))
 
 
@@ -31,7 +46,9 @@ def exported_model(config: GRTConfig, parameters: dict[str, Tensor], dtype: torc
     """The exported code with the training model's weights, without files."""
     settings = export_config(config, torch.float32, eos_id=1, pad_id=2)
     model = GRTForCausalLM._from_config(ExportedConfig(**settings), attn_implementation=attention).to(dtype)
-    model.load_state_dict({export_name(name): export_tensor(name, value, config) for name, value in parameters.items()} | _head(parameters, config))
+    model.load_state_dict(
+        {export_name(name): export_tensor(name, value, config) for name, value in parameters.items()} | _head(parameters, config)
+    )
     return model.eval()
 
 
@@ -49,9 +66,7 @@ def train_small_tokenizer(directory: Path, vocab_size: int) -> Path:
     return directory
 
 
-def write_checkpoint(
-    directory: Path, config: GRTConfig, parameters: dict[str, Tensor], tokenizer: Path, tensor_parallel: int = 2
-) -> Path:
+def write_checkpoint(directory: Path, config: GRTConfig, parameters: dict[str, Tensor], tokenizer: Path, tensor_parallel: int = 2) -> Path:
     """`parameters` as a checkpoint of a run with `tensor_parallel` ranks, in the real format."""
     directory.mkdir(parents=True)
     described, stored = {}, {}
@@ -72,7 +87,8 @@ def write_checkpoint(
         "tensor_parallel": tensor_parallel,
         "parameters": described,
         "files": {
-            path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for path in directory.iterdir()
+            path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+            for path in directory.iterdir()
         },
     }
     (directory / checkpoint_format.MANIFEST).write_text(json.dumps(checkpoint_format._signed(manifest)))

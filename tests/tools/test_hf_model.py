@@ -28,7 +28,9 @@ MODERN: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu"
 DENSE: dict[str, Any] = {"core_blocks": 0, "max_depth": 0, "min_depth": 0}
 
 
-def build(dtype: torch.dtype = torch.float64, attention: str = "sdpa", **changes: Any) -> tuple[GRTConfig, dict[str, Tensor], GRTForCausalLM]:
+def build(
+    dtype: torch.dtype = torch.float64, attention: str = "sdpa", **changes: Any
+) -> tuple[GRTConfig, dict[str, Tensor], GRTForCausalLM]:
     config = small_config(**changes)
     parameters = random_parameters(config, 0, dtype)
     return config, parameters, exported_model(config, parameters, dtype, attention)
@@ -192,7 +194,8 @@ def test_beam_search_runs_through_the_recurrent_cache() -> None:
 def test_save_and_load_keep_the_tie_and_the_logits(tmp_path: Path) -> None:
     _, _, model = build(torch.float32)
     model.save_pretrained(tmp_path)
-    loaded, loading = GRTForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    result: Any = GRTForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    loaded, loading = result
     assert not any(loading[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)

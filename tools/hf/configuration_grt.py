@@ -39,7 +39,6 @@ class GRTConfig(PreTrainedConfig):
         gate_input_norm: bool = True,
         initializer_range: float = 0.02,
         use_cache: bool = True,
-        tie_word_embeddings: bool = True,
         **kwargs: Any,
     ) -> None:
         """
@@ -69,6 +68,6 @@ class GRTConfig(PreTrainedConfig):
         self.gate_input_norm = gate_input_norm
         self.initializer_range = initializer_range
         self.use_cache = use_cache
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        super().__init__(**{"tie_word_embeddings": True} | kwargs)
         # What `transformers` allocates cache slots by: one for every block that is executed, not stored.
         self.num_hidden_layers = prelude_blocks + core_blocks * max_depth + coda_blocks

@@ -57,7 +57,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def eager_attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **kwargs: Any
+    module: "GRTAttention", query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Attention in separate operators, for `attn_implementation="eager"`; the only one that returns weights."""
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
@@ -84,9 +84,7 @@ class GRTAttention(nn.Module):
         self.v = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(
-        self, x: Tensor, *, slot: int, mask: Tensor | None, rotary: Rotary | None, cache: Cache | None, **kwargs: Any
-    ) -> Tensor:
+    def forward(self, x: Tensor, *, slot: int, mask: Tensor | None, rotary: Rotary | None, cache: Cache | None, **kwargs: Any) -> Tensor:
         """`x [B, S, d]` to `[B, S, d]`. `slot`: where in the cache the keys and values of this execution of the block are."""
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for projection in (self.q, self.k, self.v)
@@ -166,6 +164,7 @@ class GRTCore(nn.Module):
 
 
 class GRTPreTrainedModel(PreTrainedModel):
+    config: GRTConfig
     config_class = GRTConfig
     base_model_prefix = "model"
     _no_split_modules = ["GRTBlock", "GRTGate"]
@@ -239,11 +238,13 @@ class GRTModel(GRTPreTrainedModel):
         for i, block in enumerate(self.prelude):
             hidden = block(hidden, slot=i, **attention)
         anchor = hidden
-        for r in range(num_steps):
-            hidden = self.core(hidden, anchor, first_slot=first_core + r * self.config.core_blocks, **attention)
+        if self.core is not None:
+            for r in range(num_steps):
+                hidden = self.core(hidden, anchor, first_slot=first_core + r * self.config.core_blocks, **attention)
         for i, block in enumerate(self.coda):
             hidden = block(hidden, slot=first_coda + i, **attention)
-        return BaseModelOutputWithPast(last_hidden_state=self.final_norm(hidden), **{CACHE_NAME: cache})
+        cached: dict[str, Any] = {CACHE_NAME: cache}
+        return BaseModelOutputWithPast(last_hidden_state=self.final_norm(hidden), **cached)
 
     def _checked_steps(self, num_steps: int | None) -> int:
         if num_steps is None:
