@@ -49,17 +49,19 @@ def main() -> None:
 
 def make(output: Path) -> dict[str, float]:
     """Runs the parts one after the other; the seconds that each took."""
-    tokenizer, data, run, exported = (output / name for name in ("tokenizer", "data", "run", "hf"))
+    tokenizer, data, run, exported = (output / name for name in ("tokenizer", "data", "train", "hf"))
     corpus = ["--input", sysconfig.get_path("stdlib"), "--pattern", "*.py", "--exclude", "site-packages", "dist-packages", "test", "tests"]
     corpus += ["--invalid-utf8", "skip"]
     vocab_size = yaml.safe_load(Path(CONFIG).read_text())["model"]["vocab_size"]
     ranks = min(2, torch.cuda.device_count() or 2)
-    deepspeed = [str(Path(python()).parent / "deepspeed"), "--num_gpus", str(ranks)]
+    deepspeed = [Path(python()).with_name("deepspeed"), "--num_gpus", ranks]
     settings = ["--config", CONFIG, "--ds_config", DS_CONFIG, "--run_dir", run, "--data.path", data]
     seconds = {
         "tokenizer": run_part(python(), "tokenizer/train.py", *corpus, "--output", tokenizer, "--vocab-size", vocab_size),
-        "shards": run_part(python(), "tools/prepare_data.py", *corpus, "--tokenizer", tokenizer, "--output", data),
-        "training": run_part(*deepspeed, "pretrain/train.py", *settings),
+        "shards": run_part(
+            python(), "tools/prepare_data.py", *corpus, "--tokenizer", tokenizer, "--output", data, "--validation-fraction", "0.05"
+        ),
+        "training": run_part(*deepspeed, "pretrain/train.py", *settings, threads=max(1, (os.cpu_count() or 1) // ranks)),
     }
     checkpoint = find_newest(run / "checkpoints")
     seconds["export"] = run_part(python(), "tools/convert_to_hf.py", checkpoint, "--output", exported)
@@ -72,24 +74,23 @@ def python() -> str:
     return os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(ROOT) else sys.executable
 
 
-def run_part(*command: Any) -> float:
-    """Prints a command, runs it to its end, and returns the seconds.
+def run_part(*command: Any, threads: int | None = None) -> float:
+    """Prints a command, runs it to its end, and returns the seconds. `threads`: of each process, where several share the cores.
 
     Raises:
         subprocess.CalledProcessError: it failed; its own message is on the screen.
     """
     words = [str(word) for word in command]
-    print(f"\n$ {shlex.join(words)}", flush=True)
+    setting = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    print("\n$", *(f"{name}={value}" for name, value in setting.items()), shlex.join(words), flush=True)
     start = time.monotonic()
-    # Two ranks share the cores: without this, each would start as many threads as there are cores.
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))
-    subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": threads})
+    subprocess.run(words, check=True, env=os.environ | setting)
     return time.monotonic() - start
 
 
 def summarize(output: Path, seconds: dict[str, float]) -> None:
     """What was made, what was learned, and what depth had to do with it."""
-    config, _ = parse_arguments(["--config", str(output / "run" / "config.yaml"), "--ds_config", DS_CONFIG])
+    config, _ = parse_arguments(["--config", str(output / "train" / "config.yaml"), "--ds_config", DS_CONFIG])
     index = open_dataset(config.data.path)
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     validations = [row for row in rows if "core_gain" in row]
@@ -102,7 +103,7 @@ def summarize(output: Path, seconds: dict[str, float]) -> None:
     print(f"  tokenizer/  SentencePiece, {index.vocab_size:,} pieces")
     train_tokens, held_out = index.token_count("train"), index.token_count("validation")
     print(f"  data/       WebDataset tars: {train_tokens:,} tokens for training, {held_out:,} for validation")
-    print(f"  run/        {last['step']:,} steps of {config.tokens_per_step:,} tokens: metrics.jsonl, tensorboard/, checkpoints/")
+    print(f"  train/      {last['step']:,} steps of {config.tokens_per_step:,} tokens: metrics.jsonl, tensorboard/, checkpoints/")
     print(f"  hf/         the model for transformers, {config.model.parameter_count:,} parameters")
     print(f"\nValidation loss on {tokens:,} tokens, in nats a token (their unigram entropy is {entropy:.3f}):")
     print("  depth    first     last")

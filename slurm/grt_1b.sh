@@ -19,10 +19,10 @@ CONFIG=${CONFIG:-configs/grt_1b.yaml}
 DS_CONFIG=${DS_CONFIG:-configs/ds_zero3_bf16.json}
 TENSOR_PARALLEL=${TENSOR_PARALLEL:-1}
 PYTHON=${PYTHON:-.venv/bin/python}
-NODE_LOCAL=${SLURM_TMPDIR:-/tmp}/grt-$USER # build caches: their locks hang on network file systems
+NODE_LOCAL=${SLURM_TMPDIR:-/tmp}/grt-$(id -un) # build caches: their locks hang on network file systems
 
-ulimit -l unlimited || true # InfiniBand registers memory
-ulimit -n "$(ulimit -Hn)"   # with the usual 1024 open files NCCL cannot connect 4 nodes
+ulimit -l unlimited 2> /dev/null || true # InfiniBand registers memory
+ulimit -n "$(ulimit -Hn)"                # with the usual 1024 open files NCCL cannot connect 4 nodes
 ulimit -c 0
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun does not take it from sbatch
 export OMP_NUM_THREADS=$SRUN_CPUS_PER_TASK
