@@ -28,7 +28,7 @@ def keyed_normal(seed: int, name: str, std: float) -> Callable[[Tensor], None]:
     return fill
 
 
-def replicated(shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], None]) -> nn.Parameter:
+def replicated(shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], object]) -> nn.Parameter:
     """A parameter that every tensor-parallel rank holds whole, filled by `fill` (in place)."""
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype))
     with torch.no_grad():

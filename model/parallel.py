@@ -31,7 +31,7 @@ def layer_config(tensor_parallel: int, dtype: torch.dtype) -> ModelParallelConfi
 
 
 class ParallelGroups:
-    """The groups that this rank is in, with the names that DeepSpeed asks its `mpu` for; Megatron names the model-parallel ones differently.
+    """This rank's groups under the names that DeepSpeed asks its `mpu` for; Megatron has others for the model-parallel ones.
 
     It must not define `initialize_sequence_parallel`: DeepSpeed would take it for Ulysses and ignore the tensor-parallel group.
     """

@@ -164,7 +164,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[RunConfig, Path
     """
     parser = ArgumentParser(
         prog="train.py",
-        description="Pretrains a GRT. Example: deepspeed pretrain/train.py --config configs/demo.yaml --ds_config configs/ds_zero3_fp32.json",
+        description="Pretrains a GRT: deepspeed pretrain/train.py --config configs/demo.yaml --ds_config configs/ds_zero3_fp32.json",
     )
     parser.add_argument("--config", action="config", help="YAML file with the settings below")
     parser.add_argument(

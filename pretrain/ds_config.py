@@ -88,7 +88,7 @@ def _settle(ds_config: dict[str, Any], key: list[str], value: Any, path: Path) -
         _set(ds_config, key, value)
     elif given != value:
         raise ValueError(
-            f'{path} says {".".join(key)} = {given!r}, but the run config makes it {value!r}. Change one of them, or write "auto" in the JSON.'
+            f"{path} says {'.'.join(key)} = {given!r}, but the run config makes it {value!r}. Change one, or write auto in the JSON."
         )
 
 

@@ -56,7 +56,8 @@ def build_engine(config: RunConfig, ds_config: dict[str, Any]) -> DeepSpeedEngin
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices and the token embedding decay; norms, biases and learned positions do not."""
-    decayed, others = [], []
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             shape = getattr(parameter, "ds_shape", parameter.shape)  # under zero.Init every parameter has one dimension
@@ -66,7 +67,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 def _keep_gathered(engine: DeepSpeedEngine, core: RecurrentCore) -> None:
     """Marks the core's parameters persistent: gathered once an optimizer step, after the update."""
-    for parameter in core.parameters():
+    parameters: list[Any] = list(core.parameters())  # with DeepSpeed's attributes
+    for parameter in parameters:
         if not parameter.ds_persist:
             parameter.ds_persist = True
             engine.optimizer.persistent_parameters.append(parameter)

@@ -26,7 +26,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 class Speedometer:
     """Tokens a second and model FLOPs utilisation since the last reading.
 
-    FLOPs follow the nominal convention of `GRTConfig.forward_flops_per_token` at the depth that each step ran; recomputation is not counted.
+    FLOPs follow the nominal convention of `GRTConfig.forward_flops_per_token` at the depth that each step ran, without recomputation.
     """
 
     def __init__(self, config: RunConfig, world_size: int) -> None:

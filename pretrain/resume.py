@@ -64,7 +64,7 @@ def find_checkpoint(config: RunConfig, current: dict[str, str | int]) -> Path | 
         chosen = Path(config.checkpoint.resume)
         if newest is not None and chosen.resolve() != newest.resolve():
             raise ValueError(
-                f"{config.run_dir} holds a newer checkpoint, {newest.name}, which a run from {chosen} would replace. Choose another run_dir."
+                f"{config.run_dir} already has checkpoints, up to {newest.name}; to go on from {chosen}, choose another run_dir."
             )
     _check_identity(CheckpointReader(chosen).manifest["identity"], current, config.checkpoint.allow_change, chosen)
     return chosen
@@ -75,6 +75,6 @@ def _check_identity(saved: dict[str, Any], current: dict[str, Any], allowed: lis
         if saved.get(name) == current.get(name) or any(name == entry or name.startswith(f"{entry}.") for entry in allowed):
             continue
         raise ValueError(
-            f"{checkpoint} was made with {name} = {saved.get(name)!r}; this run has {current.get(name)!r}. Change it back, start in another "
-            f"run_dir, or allow the change: --checkpoint.allow_change '[\"{name}\"]'."
+            f"{checkpoint} was made with {name} = {saved.get(name)!r}; this run has {current.get(name)!r}. Change it back, start in "
+            f"another run_dir, or allow the change: --checkpoint.allow_change '[\"{name}\"]'."
         )

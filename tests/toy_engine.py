@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from torch import nn
 
-from model.parallel import DeepSpeedTopology, initialize_model_parallel, layer_config
+from model.parallel import ParallelGroups, initialize_model_parallel, layer_config
 
 VOCABULARY, WIDTH, HIDDEN, OUTPUTS = 22, 5, 6, 3
 GLOBAL_BATCH = 4
@@ -67,7 +67,7 @@ def build(tensor_parallel: int, precision: str = "fp32", seed: int = 0, outputs:
     others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=DeepSpeedTopology())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=ParallelGroups())
     if stage == 3:
         for parameter in engine.module.down.parameters():
             if not parameter.ds_persist:
