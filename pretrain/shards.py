@@ -38,6 +38,11 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
+def index_json(content: dict[str, Any]) -> bytes:
+    """The bytes of `index.json`: `content`, with a hash of itself so that damage shows."""
+    return canonical_json({**content, "content_sha256": hashlib.sha256(canonical_json(content)).hexdigest()})
+
+
 @dataclass(frozen=True)
 class Shard:
     name: str
@@ -128,8 +133,9 @@ def load_index(path: Path) -> Index:
         if (content["format"], content["version"]) != (FORMAT, VERSION):
             found = f"{content['format']} version {content['version']}"
             raise DatasetError(f"{path}/index.json is of {found}, this code reads {FORMAT} version {VERSION}; make the dataset again")
-        if canonical_json(content) != data:
-            raise ValueError("it is not the canonical JSON that was written")
+        claimed = content.pop("content_sha256")
+        if data != index_json(content):
+            raise ValueError(f"its contents do not match their sha256 {claimed}")
         return Index(
             directory=path,
             fingerprint=hashlib.sha256(data).hexdigest(),

@@ -165,7 +165,7 @@ def _json_text(line: str, path: Path, number: int, options: ReadOptions) -> str:
         if options.invalid_utf8 == "error":
             place = f"{path}, line {number}: the escape \\u{ord(text[error.start]):04x} is half a surrogate pair"
             raise CorpusError(f"{place}; {_WAY_ON}") from error
-        return "" if options.invalid_utf8 == "skip" else text.encode(errors="replace").decode()
+        return "" if options.invalid_utf8 == "skip" else text.encode(errors="surrogatepass").decode(errors="replace")
     return text
 
 

@@ -25,6 +25,7 @@ from pretrain.shards import (
     canonical_json,
     chunk_crcs,
     columns_file,
+    index_json,
 )
 from tokenizer.tokenizer import Tokenizer
 
@@ -209,7 +210,7 @@ class DatasetWriter:
         (self._partial / TOKENIZER_FOLDER).mkdir()
         for file in self._tokenizer.files:
             write_synced(self._partial / TOKENIZER_FOLDER / file.name, file.read_bytes())
-        write_synced(self._partial / "index.json", canonical_json(content))
+        write_synced(self._partial / "index.json", index_json(content))
 
         (self.directory / "index.json").unlink(missing_ok=True)  # first out, last in
         for name in (*(f"{split}-*.tar" for split in SPLITS), *map(columns_file, SPLITS)):

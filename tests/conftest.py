@@ -1,0 +1,46 @@
+"""Fixtures that several folders use: a small tokenizer and a small dataset, both made by the project's own commands.
+
+The text is source code of a few standard modules, so nothing is downloaded.
+"""
+
+import argparse
+import inspect
+import json
+import tarfile
+import typing
+from pathlib import Path
+
+import pytest
+
+from tokenizer.train import main as train_tokenizer
+from tools.prepare_data import main as prepare_data
+
+# Small sizes, so that there are many shards, several blocks in each and several checked chunks in a block.
+DATASET_ARGUMENTS = ["--block-tokens", "6000", "--shard-tokens", "12000", "--validation-fraction", "0.1", "--processes", "1"]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A .jsonl file of several hundred documents."""
+    path = tmp_path_factory.mktemp("corpus") / "modules.jsonl"
+    sources = [inspect.getsource(module) for module in (argparse, inspect, tarfile, typing)]
+    documents = [text for source in sources for text in source.split("\n\n") if text]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer_directory(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SentencePiece tokenizer of 512 pieces."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    assert train_tokenizer(["--input", str(corpus), "--output", str(directory), "--vocab-size", "512"]) == 0
+    return directory
+
+
+@pytest.fixture(scope="session")
+def dataset(corpus: Path, tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of about ten training shards. Tests must not write in it."""
+    directory = tmp_path_factory.mktemp("dataset") / "small"
+    arguments = ["--input", str(corpus), "--tokenizer", str(tokenizer_directory), "--output", str(directory)]
+    assert prepare_data(arguments + DATASET_ARGUMENTS) == 0
+    return directory

@@ -1,0 +1,204 @@
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+
+from pretrain.shards import TokenReader, open_dataset
+from tests.conftest import DATASET_ARGUMENTS
+from tokenizer.tokenizer import load_tokenizer
+from tools import prepare_data
+from tools.prepare_data import main
+
+Files = dict[str, bytes]
+
+
+@pytest.fixture
+def run(corpus: Path, tokenizer_directory: Path, tmp_path: Path) -> Callable[..., int]:
+    """Runs the command on the small corpus, into tmp_path / "out" unless told otherwise; later arguments win."""
+
+    def run(*arguments: str) -> int:
+        command = ["--input", str(corpus), "--tokenizer", str(tokenizer_directory), "--output", str(tmp_path / "out")]
+        return main([*command, *DATASET_ARGUMENTS, *arguments])
+
+    return run
+
+
+def files(directory: Path) -> Files:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def documents_of(dataset: Path, split: str) -> list[str]:
+    """The split's documents, read by webdataset."""
+    tokenizer = load_tokenizer(dataset / "tokenizer")
+    texts = []
+    for sample in webdataset.WebDataset(shards(dataset, split), shardshuffle=False):
+        tokens, ends = np.frombuffer(sample["tok.bin"], "<u2"), np.frombuffer(sample["doc.bin"], "<u4")
+        for document in np.split(tokens, ends[:-1]):
+            assert document[-1] == tokenizer.eos_id
+            texts.append(tokenizer.decode(document[:-1].tolist()))
+    return texts
+
+
+def shards(dataset: Path, split: str) -> list[str]:
+    return sorted(map(str, dataset.glob(f"{split}-*.tar")))
+
+
+def test_webdataset_reads_the_tokens_that_the_index_leads_to(dataset: Path) -> None:
+    index = open_dataset(dataset)
+    for split in ("train", "validation"):
+        samples = list(webdataset.WebDataset(shards(dataset, split), shardshuffle=False))
+        streamed = np.concatenate([np.frombuffer(sample["tok.bin"], "<u2") for sample in samples])
+        reader = TokenReader(index, split)
+        read = [reader.read(number, 0, shard.tokens) for number, shard in enumerate(index.splits[split].shards)]
+        assert np.array_equal(streamed, np.concatenate(read))
+        assert len(streamed) == index.token_count(split)
+        assert sum(json.loads(sample["json"])["tokens"] for sample in samples) == len(streamed)
+
+
+def test_every_document_is_in_one_split_in_its_order(dataset: Path, corpus: Path) -> None:
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    validation = documents_of(dataset, "validation")
+    chosen = set(validation)
+    assert 0.05 < len(validation) / len(texts) < 0.2
+    assert validation == [text for text in texts if text in chosen]
+    assert documents_of(dataset, "train") == [text for text in texts if text not in chosen]
+
+
+def test_tars_have_sorted_members_and_nothing_of_the_machine(dataset: Path) -> None:
+    with tarfile.open(shards(dataset, "train")[0]) as tar:
+        members = tar.getmembers()
+    assert [member.name for member in members[:4]] == [f"blk000000.{ending}" for ending in ("crc.bin", "doc.bin", "json", "tok.bin")]
+    assert {(member.mtime, member.uid, member.gid, member.uname, member.gname) for member in members} == {(0, 0, 0, "", "")}
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_the_same_input_gives_the_same_bytes_whatever_the_processes(
+    run: Callable[..., int], dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: str
+) -> None:
+    monkeypatch.setattr(prepare_data, "BATCH_CHARACTERS", 10_000)  # several batches for each worker
+    assert run("--processes", processes) == 0
+    assert files(tmp_path / "out") == files(dataset)
+
+
+def test_one_wide_vocabulary_is_stored_in_four_bytes() -> None:
+    assert prepare_data.token_dtype(65536).itemsize == 2
+    assert prepare_data.token_dtype(65537).itemsize == 4
+
+
+def test_an_existing_dataset_is_kept_unless_told(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    first = files(tmp_path / "out")
+    assert run("--shard-tokens", "100000") == 1
+    assert "already holds a dataset; pass --overwrite" in capsys.readouterr().err
+    assert files(tmp_path / "out") == first
+    assert run("--shard-tokens", "100000", "--overwrite") == 0
+    assert len(shards(tmp_path / "out", "train")) < len([name for name in first if name.startswith("train-")])
+    open_dataset(tmp_path / "out")
+
+
+def test_a_failing_overwrite_keeps_the_old_dataset(run: Callable[..., int], tmp_path: Path) -> None:
+    assert run() == 0
+    first = files(tmp_path / "out")
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    assert run("--overwrite", "--input", str(tmp_path / "bad.txt")) == 1
+    assert files(tmp_path / "out") == first
+
+
+def test_a_folder_of_other_things_is_never_written_to(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("precious")
+    assert run("--overwrite") == 1
+    assert "is not empty and holds no dataset" in capsys.readouterr().err
+    assert files(tmp_path / "out") == {"thesis.txt": b"precious"}
+
+
+BAD_RUNS = {
+    "a missing corpus": (["--input", "missing/*.txt"], "no file matches missing/*.txt"),
+    "an empty corpus": (["--input", "empty.txt"], "it holds no text"),
+    "bytes that are not UTF-8": (["--input", "latin1.txt"], "latin1.txt is not UTF-8: byte 0xe9 at offset 3"),
+    "a missing tokenizer": (["--tokenizer", "nowhere"], "no tokenizer in nowhere"),
+    "everything held out": (["--input", "one.txt", "--validation-fraction", "0.999999"], "lower --validation-fraction"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RUNS)
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_bad_input_ends_with_a_clear_error_and_nothing_written(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str, processes: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").touch()
+    Path("one.txt").write_text("text")
+    Path("latin1.txt").write_bytes("café".encode("latin-1"))
+    arguments, message = BAD_RUNS[case]
+    assert run(*arguments, "--processes", processes) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert not Path("out").exists()
+
+
+def test_a_corpus_without_validation_documents_is_said(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one.txt").write_text("text")
+    assert run("--input", str(tmp_path / "one.txt"), "--validation-fraction", "0.000001") == 0
+    assert "warning: no document fell to the validation split" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_no_dataset(corpus: Path, tokenizer_directory: Path, tmp_path: Path) -> None:
+    """The limit on a file's size fails the same writes as a full disk does, and needs no disk of its own."""
+    command = [sys.executable, prepare_data.__file__, "--input", str(corpus), "--tokenizer", str(tokenizer_directory)]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "out"), "--processes", "1"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert f"error: cannot write {tmp_path}/out: " in done.stderr and "no dataset was made" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_memory_does_not_grow_with_the_corpus(tokenizer_directory: Path, tmp_path: Path) -> None:
+    line = json.dumps({"text": "some text that goes on and on " * 30}) + "\n"
+    peaks = []
+    for megabytes in (3, 12):
+        corpus = tmp_path / f"{megabytes}.jsonl"
+        corpus.write_text(line * (megabytes * 1_000_000 // len(line)))
+        command = [sys.executable, prepare_data.__file__, "--input", str(corpus), "--tokenizer", str(tokenizer_directory)]
+        process = subprocess.Popen([*command, "--output", str(tmp_path / str(megabytes)), "--processes", "1", "--block-tokens", "10000"])
+        _, status, usage = os.wait4(process.pid, 0)
+        assert status == 0
+        peaks.append(usage.ru_maxrss * 1024)
+    assert peaks[1] < peaks[0] + 6_000_000
+
+
+def test_plain_lines_replace_the_bar_when_there_is_no_terminal(
+    run: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prepare_data, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(prepare_data, "BATCH_CHARACTERS", 50_000)
+    assert run() == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.splitlines()[0].endswith("MB/s") and "%" in captured.out
+
+
+def test_the_bar_appears_on_a_terminal(run: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert run() == 0
+    assert "M tokens" in terminal.getvalue()
