@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -230,6 +231,7 @@ class CheckpointReader:
                 raise CheckpointError(f"the checkpoint is incomplete: {path} is missing")
             if path.stat().st_size != file["bytes"]:
                 raise CheckpointError(f"the checkpoint is damaged: {path} has {path.stat().st_size} bytes, not {file['bytes']}")
+        self._storage = _StorageReader(checkpoint)
 
     def names(self) -> list[str]:
         """The parameters' names."""
@@ -250,11 +252,20 @@ class CheckpointReader:
         stored = torch.empty((numel,) if dim is None else (shards, numel))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*single process")  # which is what is meant here
-            dcp.load({f"{kind}/{name}": stored}, storage_reader=dcp.FileSystemReader(self.checkpoint), no_dist=True)
+            dcp.load({f"{kind}/{name}": stored}, storage_reader=self._storage, no_dist=True)
         if dim is None:
             return stored.view(shape)
         shard_shape = [size // shards if index == dim else size for index, size in enumerate(shape)]
         return torch.cat([shard.view(shard_shape) for shard in stored], dim)
+
+
+class _StorageReader(dcp.FileSystemReader):
+    """DCP's, but its index is unpickled once and not at each read: it takes seconds where many ranks wrote many tensors."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if not hasattr(self, "_metadata"):
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
 
 
 def find_newest(directory: Path) -> Path | None:
@@ -391,7 +402,7 @@ def _adam_states(engine: "DeepSpeedEngine") -> list[dict[str, torch.Tensor]]:
     for flat in engine.optimizer.fp32_partitioned_groups_flat:
         state = optimizer.state[flat]
         if not state:
-            state["step"] = torch.zeros((), device=flat.device if on_device else "cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device if on_device else "cpu")
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat), torch.zeros_like(flat)
         states.append(state)
     return states
