@@ -1,0 +1,77 @@
+"""A small run inside a rank started by `tests.ranks`: the trainer's own parts, without its loop."""
+
+import json
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from model.config import GRTConfig
+from model.depth import sample_depth
+from model.parallel import ParallelGroups
+from pretrain.config import CheckpointConfig, OptimConfig, ParallelConfig, RunConfig
+from pretrain.data import DataConfig, train_batches
+from pretrain.ds_config import load_ds_config
+from pretrain.engine import build_engine, initialize_distributed
+from pretrain.schedule import ScheduleConfig, learning_rate
+from pretrain.shards import open_dataset
+from pretrain.topology import Topology
+from pretrain.train import average_over_data_parallel, train_step
+
+MODEL = GRTConfig(vocab_size=512, hidden_size=64, num_heads=4, core_blocks=2, max_depth=4, max_positions=32)
+
+
+def small_run(dataset: Path, *, tensor_parallel: int = 1, micro_batch_size: int = 2, workers: int = 0, precision: Any = "fp32") -> RunConfig:
+    """A run of steps of 8 sequences of 32 tokens at random depth, learning rate 1e-3."""
+    return RunConfig(
+        run_dir=Path("unused"),
+        model=MODEL,
+        data=DataConfig(dataset, sequence_length=32, workers=workers, window_shards=4),
+        schedule=ScheduleConfig(total_tokens=20 * 8 * 32, learning_rate=1e-3, min_learning_rate=1e-4, warmup_tokens=4 * 8 * 32),
+        optim=OptimConfig(global_batch_size=8, precision=precision),
+        parallel=ParallelConfig(tensor_parallel, micro_batch_size),
+        checkpoint=CheckpointConfig(),
+    )
+
+
+def start(config: RunConfig) -> DeepSpeedEngine:
+    """Joins the group, on the first call, and builds the engine."""
+    topology = Topology.from_environment(os.environ)
+    if not torch.distributed.is_initialized():
+        initialize_distributed(topology, config.parallel.tensor_parallel)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"zero_optimization": {"stage": 3}}, file)
+        file.flush()
+        ds_config = load_ds_config(Path(file.name), config, config.data_parallel_size(topology.world_size))
+    return build_engine(config, ds_config)
+
+
+def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int) -> list[float]:
+    """Losses of the first `steps` steps, over the global batch."""
+    groups = ParallelGroups()
+    batches = train_batches(
+        config.data,
+        open_dataset(config.data.path),
+        seed=config.seed,
+        position=0,
+        global_batch_size=config.optim.global_batch_size,
+        micro_batch_size=config.parallel.micro_batch_size,
+        data_parallel_rank=groups.get_data_parallel_rank(),
+        data_parallel_size=groups.get_data_parallel_world_size(),
+    )
+    losses = []
+    for step in range(steps):
+        rate = learning_rate(config.schedule, (step + 1) * config.tokens_per_step)
+        depth = sample_depth(config.model, config.seed, step)
+        loss, _ = train_step(engine, batches, depth, rate, torch.device("cpu"), statistics=False)
+        losses.append(float(average_over_data_parallel(loss)))
+    return losses
+
+
+def at_depth(config: RunConfig, depth: int) -> RunConfig:
+    """The same run at one fixed depth."""
+    return replace(config, model=replace(config.model, depth_sampler="fixed", max_depth=depth, min_depth=depth))

@@ -1,0 +1,118 @@
+"""The same run in any layout: initial weights, losses and communication do not depend on how it is spread over ranks."""
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from model.grt import GRT
+from model.parallel import ParallelGroups, layer_config
+from tests.distributed.runs import MODEL, run_steps, small_run, start
+from tests.ranks import run_ranks
+
+STEPS = 20
+
+
+def layout_results(dataset: Path, variants: list[dict[str, Any]]) -> list[tuple[dict[str, str], list[float]]]:
+    """Digests of the initial full weights and the losses of 20 steps, for each variant of the run."""
+    results = []
+    for variant in variants:
+        config = small_run(dataset, **variant)
+        engine = start(config)
+        results.append((full_weight_digests(engine.module), run_steps(engine, config, STEPS)))
+    return results
+
+
+def full_weight_digests(model: torch.nn.Module) -> dict[str, str]:
+    """sha256 of each parameter, merged over data- and tensor-parallel ranks."""
+    groups = ParallelGroups()
+    digests = {}
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter):
+            own = parameter.detach().clone()
+        shards: list[Any] = [None] * groups.get_model_parallel_world_size()
+        torch.distributed.all_gather_object(shards, own, group=groups.get_model_parallel_group())
+        whole = torch.cat(shards, dim=parameter.partition_dim) if getattr(parameter, "tensor_model_parallel", False) else own
+        digests[name] = digest(whole)
+    return digests
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+
+
+def unpartitioned_weight_digests() -> dict[str, str]:
+    """Those of the model built without DeepSpeed, in a world of one."""
+    from model.parallel import initialize_model_parallel
+
+    torch.distributed.init_process_group("gloo")
+    initialize_model_parallel(1)
+    model = GRT(MODEL, layer_config(1, torch.float32), seed=1234)
+    return {name: digest(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def one_rank(dataset: Path) -> list[tuple[dict[str, str], list[float]]]:
+    variants = [{}, {"micro_batch_size": 1}, {"micro_batch_size": 4}, {"workers": 1}, {"workers": 3}]
+    return run_ranks(layout_results, 1, dataset, variants)[0]
+
+
+def test_micro_batch_and_workers_do_not_change_the_losses(one_rank: list[tuple[dict[str, str], list[float]]]) -> None:
+    expected = one_rank[0][1]
+    assert expected[-1] < expected[0] - 0.5  # it learns
+    for _, losses in one_rank[1:]:
+        assert losses == pytest.approx(expected, rel=1e-5)
+    assert one_rank[3][1] == expected  # workers change nothing at all
+    assert one_rank[4][1] == expected
+
+
+@pytest.mark.parametrize(("tensor_parallel", "data_parallel"), [(2, 1), (1, 2), (2, 2)])
+def test_layout_does_not_change_weights_or_losses(
+    tensor_parallel: int, data_parallel: int, dataset: Path, one_rank: list[tuple[dict[str, str], list[float]]]
+) -> None:
+    ranks = run_ranks(layout_results, tensor_parallel * data_parallel, dataset, [{"tensor_parallel": tensor_parallel}], timeout=240)
+    for ((digests, losses),) in ranks:
+        assert digests == one_rank[0][0]
+        assert losses == pytest.approx(one_rank[0][1], rel=1e-5)
+
+
+def test_partitioned_construction_gives_the_plain_models_weights(one_rank: list[tuple[dict[str, str], list[float]]]) -> None:
+    assert run_ranks(unpartitioned_weight_digests, 1)[0] == one_rank[0][0]
+
+
+def collectives_by_depth(dataset: Path, tensor_parallel: int, depths: list[int]) -> list[tuple[int, Counter[str], Counter[str]]]:
+    """By optimizer step: its depth, and the calls and elements of data-parallel collectives, as PyTorch's dispatcher saw them."""
+    config = small_run(dataset, tensor_parallel=tensor_parallel)
+    engine = start(config)
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    counted = []
+    for depth in depths:
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+            for _ in range(engine.gradient_accumulation_steps()):
+                losses, _ = engine(tokens, tokens, depth=depth, sequences_B=torch.tensor([0, 1]))
+                engine.backward(losses.mean())
+                engine.step()
+        calls: Counter[str] = Counter()
+        elements: Counter[str] = Counter()
+        for event in recorded.events():
+            if event.name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allgather_", "c10d::reduce_scatter_"):
+                calls[event.name] += 1
+                elements[event.name] += torch.Size(event.input_shapes[0]).numel()
+        counted.append((depth, calls, elements))
+    return counted
+
+
+@pytest.mark.parametrize(("tensor_parallel", "world_size"), [(1, 2), (2, 4)])
+def test_gathers_and_reductions_do_not_depend_on_depth(tensor_parallel: int, world_size: int, dataset: Path) -> None:
+    depths = [2, 1, 3, 2, 4, 1, 2, 4, 8]
+    for steps in run_ranks(collectives_by_depth, world_size, dataset, tensor_parallel, depths, timeout=240):
+        _, calls, elements = steps[1]  # the first step records the order of the modules
+        assert calls.total() > 0
+        for _, other_calls, other_elements in steps[2:]:
+            assert other_calls == calls
+            assert other_elements == elements
