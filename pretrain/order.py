@@ -15,7 +15,7 @@ ROUNDS = 8
 
 def round_keys(*name: object) -> np.ndarray:
     """Keys of the permutation of that name, uint64 [ROUNDS]."""
-    digest = hashlib.blake2b(repr(name).encode(), digest_size=8 * ROUNDS).digest()
+    digest = hashlib.blake2b("/".join(map(str, name)).encode(), digest_size=8 * ROUNDS).digest()
     return np.frombuffer(digest, "<u8")
 
 

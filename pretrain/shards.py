@@ -190,8 +190,9 @@ class TokenReader:
     """Reads ranges of a shard's token stream: its blocks' tokens one after the other. Opens shards when they are first read."""
 
     def __init__(self, index: Index, split: str) -> None:
-        self._directory, self._dtype = index.directory, index.dtype
+        self._dtype = index.dtype
         self._split = index.splits[split]
+        self._paths = [str(index.directory / shard.name) for shard in self._split.shards]
         self._first_token = np.concatenate([[0], np.cumsum(self._split.columns["tokens"], dtype=np.int64)])
         self._open_files: OrderedDict[int, int] = OrderedDict()  # shard -> file descriptor, the last used last
 
@@ -225,25 +226,25 @@ class TokenReader:
         if found != expected:
             bad = next(i for i in range(len(found)) if found[i] != expected[i])
             raise DatasetError(
-                f"{self._directory / self._split.shards[shard].name}: block {block - int(self._split.first_block[shard])}, "
+                f"{self._paths[shard]}: block {block - int(self._split.first_block[shard])}, "
                 f"tokens from {(first_chunk + bad) * CHUNK_TOKENS}: crc32 expected {expected[bad]:08x}, found {found[bad]:08x}; "
                 "the file is damaged: restore it, or make the dataset again with tools/prepare_data.py"
             )
         return np.frombuffer(data, self._dtype)[start - chunk_start : stop - chunk_start]
 
     def _pread(self, shard: int, offset: int, count: int) -> bytes:
-        path = self._directory / self._split.shards[shard].name
+        path = self._paths[shard]
         try:
-            data = os.pread(self._descriptor(shard, path), count, offset)
+            data = os.pread(self._descriptor(shard), count, offset)
         except OSError as error:
             raise DatasetError(f"{path} cannot be read at byte {offset}: {error.strerror}") from error
         if len(data) != count:
             raise DatasetError(f"{path} ends before byte {offset + count}: it was cut after training began; restore it")
         return data
 
-    def _descriptor(self, shard: int, path: Path) -> int:
+    def _descriptor(self, shard: int) -> int:
         if shard not in self._open_files:
-            self._open_files[shard] = os.open(path, os.O_RDONLY)
+            self._open_files[shard] = os.open(self._paths[shard], os.O_RDONLY)
             if len(self._open_files) > MAX_OPEN_SHARDS:
                 os.close(self._open_files.popitem(last=False)[1])
         self._open_files.move_to_end(shard)
