@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from pretrain.checkpoint import find_newest
 from pretrain.config import RunConfig, parse_arguments
@@ -29,10 +30,10 @@ CONFIG, DS_CONFIG = "configs/demo.yaml", "configs/ds_zero3_fp32.json"
 NOTICEABLE = 0.01  # nats; a smaller gain is not called one
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Trains, exports and samples a small GRT. Example: python launchers/demo.py")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to make (default: %(default)s)")
-    output: Path = parser.parse_args().output
+    output: Path = parser.parse_args(arguments).output
     os.chdir(ROOT)
     if output.exists():
         sys.exit(
@@ -50,17 +51,16 @@ def main() -> None:
 def make(output: Path) -> dict[str, float]:
     """Runs the parts one after the other; the seconds that each took."""
     tokenizer, data, run, exported = (output / name for name in ("tokenizer", "data", "train", "hf"))
-    corpus = ["--input", sysconfig.get_path("stdlib"), "--pattern", "*.py", "--exclude", "site-packages", "dist-packages", "test", "tests"]
-    corpus += ["--invalid-utf8", "skip"]
+    corpus = ["--input", sysconfig.get_path("stdlib"), "--pattern", "*.py", "--invalid-utf8", "skip"]
+    corpus += ["--exclude", "site-packages", "dist-packages", "test", "tests"]
     vocab_size = yaml.safe_load(Path(CONFIG).read_text())["model"]["vocab_size"]
     ranks = min(2, torch.cuda.device_count() or 2)
-    deepspeed = [Path(python()).with_name("deepspeed"), "--num_gpus", ranks]
+    deepspeed = [Path(python()).with_name("deepspeed"), "--quiet", "--num_gpus", ranks]
+    split = ["--validation-fraction", 0.05]
     settings = ["--config", CONFIG, "--ds_config", DS_CONFIG, "--run_dir", run, "--data.path", data]
     seconds = {
         "tokenizer": run_part(python(), "tokenizer/train.py", *corpus, "--output", tokenizer, "--vocab-size", vocab_size),
-        "shards": run_part(
-            python(), "tools/prepare_data.py", *corpus, "--tokenizer", tokenizer, "--output", data, "--validation-fraction", "0.05"
-        ),
+        "shards": run_part(python(), "tools/prepare_data.py", *corpus, *split, "--tokenizer", tokenizer, "--output", data),
         "training": run_part(*deepspeed, "pretrain/train.py", *settings, threads=max(1, (os.cpu_count() or 1) // ranks)),
     }
     checkpoint = find_newest(run / "checkpoints")
@@ -124,8 +124,13 @@ def unigram_entropy(config: RunConfig, index: Index) -> tuple[int, float]:
     counts = torch.zeros(index.vocab_size, dtype=torch.float64)
     for batch in batches:
         counts += torch.bincount(batch.targets[batch.loss_mask], minlength=index.vocab_size)
+    return int(counts.sum()), entropy(counts)
+
+
+def entropy(counts: Tensor) -> float:
+    """Entropy in nats of the distribution that `counts` (float64) are in proportion to."""
     frequencies = counts[counts > 0] / counts.sum()
-    return int(counts.sum()), float(-(frequencies * frequencies.log()).sum())
+    return float(-(frequencies * frequencies.log()).sum())
 
 
 def below_unigram(loss: float, entropy: float) -> str:
@@ -138,7 +143,7 @@ def depth_verdict(core_gain: float, depth_gain: float, full: int) -> str:
     """What the recurrent core (loss at depth 0 minus loss at R) and its repetition (loss at depth 1 minus loss at R) were worth."""
     measured = f"core gain {core_gain:+.3f}, depth gain {depth_gain:+.3f} nats"
     if core_gain < NOTICEABLE:
-        return f"The model ignores its core so far ({measured}): prelude and coda did the work, as is usual early in training."
+        return f"The core is of no use yet ({measured}): prelude and coda did the work, as is usual early in training."
     if depth_gain < NOTICEABLE:
         return (
             f"The core helps, but one pass of it gives nearly all that {full} give ({measured}): "
