@@ -4,6 +4,7 @@ An unknown key or a value out of range ends the program before anything expensiv
 DeepSpeed's own JSON is a separate file, read and completed by `pretrain/ds_config.py`.
 """
 
+from argparse import ArgumentError
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -160,10 +161,15 @@ def _require(condition: bool, name: str, value: object, allowed: str) -> None:
 def parse_arguments(arguments: list[str] | None = None) -> tuple[RunConfig, Path]:
     """The run config and the path of DeepSpeed's JSON, from the command line.
 
-    Exits with status 2 and a message on an unknown key or a bad value; `--print_config` prints the result and exits.
+    `--help` and `--print_config` print and exit.
+
+    Raises:
+        ValueError: an unknown key, a bad value, or a config file that cannot be read.
     """
     parser = ArgumentParser(
         prog="train.py",
+        exit_on_error=False,
+        allow_abbrev=False,  # else a misspelt --model.num_head would set num_heads
         description="Pretrains a GRT: deepspeed pretrain/train.py --config configs/demo.yaml --ds_config configs/ds_zero3_fp32.json",
     )
     parser.add_argument("--config", action="config", help="YAML file with the settings below")
@@ -172,7 +178,10 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[RunConfig, Path
     )
     parser.add_argument("--local_rank", type=int, help="appended by the deepspeed launcher; the environment says the same")
     parser.add_class_arguments(RunConfig, nested_key=None, fail_untyped=True)
-    parsed = parser.parse_args(arguments)
+    try:
+        parsed = parser.parse_args(arguments)
+    except ArgumentError as error:
+        raise ValueError(f"{' '.join(str(error).split())}. `train.py --help` lists the settings.") from error
     instantiated = parser.instantiate_classes(parsed)
     names = RunConfig.__dataclass_fields__
     return RunConfig(**{name: instantiated[name] for name in names}), parsed.ds_config

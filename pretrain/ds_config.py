@@ -47,6 +47,7 @@ def _run_values(config: RunConfig, data_parallel: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": config.parallel.micro_batch_size,
         "gradient_accumulation_steps": config.accumulation_steps(data_parallel),
         "gradient_clipping": config.optim.gradient_clip,
+        "fp16.enabled": False,
         "bf16.enabled": config.optim.precision == "bf16",
         "data_types.grad_accum_dtype": "fp32",
     }
@@ -69,10 +70,14 @@ def _refuse_unusable(ds_config: dict[str, Any], path: Path) -> None:
     refusals = (
         (_get(ds_config, ["zero_optimization", "stage"]) != 3, "zero_optimization.stage must be 3: the checkpoint format is ZeRO-3's"),
         (_get(ds_config, ["fp16", "enabled"]) is True, "fp16 is not offered: use optim.precision bf16 or fp32"),
+        ("bfloat16" in ds_config, "write 'bf16' for 'bfloat16', the name that DeepSpeed has left behind"),
         ("scheduler" in ds_config, "remove 'scheduler': the learning rate comes from the run config's schedule section"),
         ("optimizer" in ds_config, "remove 'optimizer': AdamW comes from the run config's optim section"),
         (
-            any(_get(ds_config, ["zero_optimization", key]) for key in ("offload_optimizer", "offload_param")),
+            any(
+                _get(ds_config, ["zero_optimization", key, "device"]) not in (None, "none")
+                for key in ("offload_optimizer", "offload_param")
+            ),
             "remove offload_optimizer and offload_param: offloading is not offered",
         ),
     )
@@ -83,6 +88,9 @@ def _refuse_unusable(ds_config: dict[str, Any], path: Path) -> None:
 
 def _settle(ds_config: dict[str, Any], key: list[str], value: Any, path: Path) -> None:
     """Fills a missing or "auto" setting; any other value must agree."""
+    section = ds_config.get(key[0])
+    if len(key) > 1 and section is not None and not isinstance(section, dict):
+        raise ValueError(f"{path}: {key[0]} is {section!r}; it must be an object, as in {{{key[0]!r}: {{{key[1]!r}: {value!r}}}}}.")
     given = _get(ds_config, key)
     if given is None or given == "auto":
         _set(ds_config, key, value)

@@ -8,16 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from pretrain.config import RunConfig
 from pretrain.resume import Progress
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 # Dense bf16 FLOP/s by device name; model FLOPs utilisation is reported for these devices only.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -78,9 +80,10 @@ class MetricsLog:
         if not self.enabled:
             return
         path = config.run_dir / "metrics.jsonl"
-        _cut_rows(path, start_step)
+        first_step = start_step + 1 if start_step else 0  # step 0 is the validation before a fresh start
+        _cut_rows(path, first_step)
         self.file = path.open("a", buffering=1)
-        self.writer = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=start_step + 1) if config.log.tensorboard else None
+        self.writer = _tensorboard(config.run_dir / "tensorboard", first_step) if config.log.tensorboard else None
         self.total_steps = total_steps
         terminal = sys.stderr.isatty()
         self.bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True) if terminal else None
@@ -160,8 +163,14 @@ class MetricsLog:
             print(line, flush=True)
 
 
-def _cut_rows(path: Path, last_step: int) -> None:
-    """Removes the rows after `last_step`, and a last line that a killed run left half-written."""
+def _tensorboard(directory: Path, first_step: int) -> "SummaryWriter":
+    from torch.utils.tensorboard import SummaryWriter  # a second to import, which ranks that log nothing need not wait for
+
+    return SummaryWriter(str(directory), purge_step=first_step)
+
+
+def _cut_rows(path: Path, first_step: int) -> None:
+    """Removes the rows from `first_step` on, and a last line that a killed run left half-written."""
     if not path.exists():
         return
     kept = []
@@ -170,7 +179,7 @@ def _cut_rows(path: Path, last_step: int) -> None:
             row = json.loads(line)
         except json.JSONDecodeError:
             break
-        if row["step"] <= last_step:
+        if row["step"] < first_step:
             kept.append(line + "\n")
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept))

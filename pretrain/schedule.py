@@ -43,6 +43,6 @@ def learning_rate(config: ScheduleConfig, tokens: int) -> float:
         progress = (tokens - config.warmup_tokens) / max(config.total_tokens - config.warmup_tokens, 1)
         return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
     remaining = config.total_tokens - tokens
-    if remaining >= config.decay_tokens:
+    if config.decay_tokens == 0 or remaining >= config.decay_tokens:  # the last step may go past the end: remaining below 0
         return peak
     return floor + (peak - floor) * max(remaining, 0) / config.decay_tokens

@@ -41,17 +41,23 @@ BAD_INPUT = 2  # exit code of everything that starting again would not mend
 
 
 def main() -> None:
-    config, ds_config_path = parse_arguments()
+    topology = None
     try:
         topology = Topology.from_environment(os.environ)
+        config, ds_config_path = parse_arguments()
         ds_config, index, checkpoint = check_before_start(config, ds_config_path, topology)
     except (ValueError, OSError, RuntimeError, DatasetError) as error:
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # every rank of a node finds the same
+        if topology is None or topology.local_rank == 0:  # every rank of a node finds the same
             print(f"error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     try:
         train(config, ds_config, topology, index, checkpoint)
-    except (DatasetError, CheckpointError) as error:
+    except CheckpointError as error:  # the same on every rank
+        if topology.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        torch.distributed.barrier()  # the launcher ends all ranks when the first is gone: not before the message is out
+        os._exit(BAD_INPUT)
+    except (DatasetError, OSError) as error:
         print(f"error on rank {topology.rank}: {error}", file=sys.stderr, flush=True)
         os._exit(BAD_INPUT)  # an ordinary exit would wait for the other ranks, which may wait for this one in a collective
 
@@ -74,6 +80,10 @@ def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topolo
         sequences_per_shard(index, split, config.data.sequence_length)
     checkpoint = find_checkpoint(config, identity(config, index))
     topology.check_port_free()
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"run_dir {config.run_dir} cannot be made ({error.strerror}). Choose another: --run_dir DIR.") from error
     return ds_config, index, checkpoint
 
 
