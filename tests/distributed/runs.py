@@ -25,7 +25,9 @@ from pretrain.train import average_over_data_parallel, train_step
 MODEL = GRTConfig(vocab_size=512, hidden_size=64, num_heads=4, core_blocks=2, max_depth=4, max_positions=32)
 
 
-def small_run(dataset: Path, *, tensor_parallel: int = 1, micro_batch_size: int = 2, workers: int = 0, precision: Any = "fp32") -> RunConfig:
+def small_run(
+    dataset: Path, *, tensor_parallel: int = 1, micro_batch_size: int = 2, workers: int = 0, precision: Any = "fp32"
+) -> RunConfig:
     """A run of steps of 8 sequences of 32 tokens at random depth, learning rate 1e-3."""
     return RunConfig(
         run_dir=Path("unused"),
