@@ -64,8 +64,8 @@ def find_checkpoint(config: RunConfig, current: dict[str, str | int]) -> Path | 
         chosen = Path(config.checkpoint.resume)
         if newest is not None and chosen.resolve() != newest.resolve():
             raise ValueError(
-                f"{config.run_dir} already has checkpoints, up to {newest.name}: go on from that one with checkpoint.resume auto, or choose "
-                f"another run_dir to go on from {chosen}."
+                f"{config.run_dir} already has checkpoints, up to {newest.name}: go on from that one with checkpoint.resume auto, or "
+                f"choose another run_dir to go on from {chosen}."
             )
     _check_identity(CheckpointReader(chosen).manifest["identity"], current, config.checkpoint.allow_change, chosen)
     return chosen

@@ -1,0 +1,118 @@
+"""DeepSpeed's JSON: what "auto" becomes, and what is refused by name."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.config import GRTConfig
+from pretrain.config import OptimConfig, ParallelConfig, RunConfig
+from pretrain.data import DataConfig
+from pretrain.ds_config import load_ds_config
+from pretrain.schedule import ScheduleConfig
+from tests.ranks import REPOSITORY
+
+RUN = RunConfig(
+    run_dir=Path("unused"),
+    model=GRTConfig(vocab_size=512, hidden_size=32, num_heads=2, max_depth=2, max_positions=32),
+    data=DataConfig(Path("unused"), sequence_length=32),
+    schedule=ScheduleConfig(total_tokens=1024),
+    optim=OptimConfig(global_batch_size=24, gradient_clip=0.5, precision="bf16"),
+    parallel=ParallelConfig(micro_batch_size=3),
+)
+FILLED = {
+    "train_batch_size": 24,
+    "train_micro_batch_size_per_gpu": 3,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False},
+    "data_types": {"grad_accum_dtype": "fp32"},
+}
+
+
+def write(folder: Path, content: Any) -> Path:
+    path = folder / "ds.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def load(folder: Path, content: dict[str, Any], run: RunConfig = RUN) -> dict[str, Any]:
+    """The completed config of 2 data-parallel ranks."""
+    return load_ds_config(write(folder, {"zero_optimization": {"stage": 3}} | content), run, data_parallel=2)
+
+
+def test_missing_settings_come_from_the_run_config(tmp_path: Path) -> None:
+    assert load(tmp_path, {}) == FILLED | {"zero_optimization": {"stage": 3}}
+
+
+def test_auto_settings_come_from_the_run_config(tmp_path: Path) -> None:
+    auto: dict[str, Any] = {name: dict.fromkeys(value, "auto") if isinstance(value, dict) else "auto" for name, value in FILLED.items()}
+    assert load(tmp_path, auto) == FILLED | {"zero_optimization": {"stage": 3}}
+
+
+def test_agreeing_settings_and_settings_of_deepspeeds_own_stay_as_they_are(tmp_path: Path) -> None:
+    own = {"wall_clock_breakdown": True, "zero_optimization": {"stage": 3, "reduce_bucket_size": 7, "offload_param": {"device": "none"}}}
+    assert load(tmp_path, FILLED | own) == FILLED | own
+
+
+def test_auto_sizes_of_zero_hold_the_core(tmp_path: Path) -> None:
+    names = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+    small = ("stage3_param_persistence_threshold", "reduce_bucket_size")
+    zero = load(tmp_path, {"zero_optimization": {"stage": 3} | dict.fromkeys(names + small, "auto")})["zero_optimization"]
+    core = 12 * 32**2 + 5 * 32**2  # matrices of the block, projection and gate
+    assert all(zero[name] >= core for name in names)
+    assert zero["stage3_param_persistence_threshold"] == 320
+    assert zero["reduce_bucket_size"] > 0
+
+
+@pytest.mark.parametrize("name", ["ds_zero3_fp32.json", "ds_zero3_bf16.json"])
+def test_the_configs_we_ship_are_complete_and_have_no_auto_left(name: str) -> None:
+    run = replace(RUN, optim=replace(RUN.optim, precision=name.removesuffix(".json").rsplit("_")[-1]))
+    assert '"auto"' not in json.dumps(load_ds_config(REPOSITORY / "configs" / name, run, data_parallel=2))
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"train_batch_size": 32}, "train_batch_size = 32, but the run config makes it 24"),
+        ({"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu = 1, but the run config makes it 3"),
+        ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps = 1, but the run config makes it 4"),
+        ({"gradient_clipping": 1.0}, "gradient_clipping = 1.0, but the run config makes it 0.5"),
+        ({"bf16": {"enabled": False}}, "bf16.enabled = False, but the run config makes it True"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype = 'bf16', but the run config makes it 'fp32'"),
+        ({"bf16": True}, "bf16 is True; it must be an object"),
+        ({"bf16": "auto"}, "bf16 is 'auto'; it must be an object"),
+        ({"bfloat16": {"enabled": True}}, "write 'bf16' for 'bfloat16'"),
+        ({"fp16": {"enabled": True}}, "fp16 is not offered: use optim.precision"),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage must be 3"),
+        ({"zero_optimization": 3}, "zero_optimization.stage must be 3"),
+        ({"optimizer": {"type": "Adam"}}, "remove 'optimizer'"),
+        ({"scheduler": {"type": "WarmupLR"}}, "remove 'scheduler'"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, "remove offload_optimizer"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "remove offload_optimizer and offload_param"),
+        ({"zero_optimization": {"stage": 3, "sub_group_size": "auto"}}, "no value can be derived for zero_optimization.sub_group_size"),
+    ],
+)
+def test_contradictions_and_what_a_run_cannot_use_are_named(tmp_path: Path, content: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        load(tmp_path, content)
+    assert named in str(refused.value)
+    assert str(tmp_path / "ds.json") in str(refused.value)
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="optim.global_batch_size is 24, which is not a multiple of parallel.micro_batch_size 3 times 5"):
+        load_ds_config(write(tmp_path, {"zero_optimization": {"stage": 3}}), RUN, data_parallel=5)
+
+
+def test_a_file_that_is_missing_or_not_a_json_object_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="absent.json does not exist. configs/ds_zero3_bf16.json"):
+        load_ds_config(tmp_path / "absent.json", RUN, data_parallel=2)
+    with pytest.raises(ValueError, match="ds.json holds a JSON list"):
+        load_ds_config(write(tmp_path, []), RUN, data_parallel=2)
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 24,}')
+    with pytest.raises(ValueError, match=r"ds.json is not valid JSON: .*line 1 column 2[0-9]"):
+        load_ds_config(tmp_path / "ds.json", RUN, data_parallel=2)

@@ -1,0 +1,171 @@
+"""metrics.jsonl and TensorBoard: what is written, what a resume cuts, and that only rank 0 writes."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from deepspeed import DeepSpeedEngine
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from model.config import GRTConfig
+from pretrain.config import LogConfig, OptimConfig, RunConfig
+from pretrain.data import DataConfig
+from pretrain.metrics import MetricsLog, Speedometer
+from pretrain.resume import Progress
+from pretrain.schedule import ScheduleConfig
+
+
+class StepMade:
+    """What the log asks the engine about the step just made."""
+
+    def __init__(self, applied: bool = True) -> None:
+        self.applied = applied
+
+    def get_global_grad_norm(self) -> float:
+        return 0.25
+
+    def was_step_applied(self) -> bool:
+        return self.applied
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunConfig:
+    (tmp_path / "run").mkdir()
+    return RunConfig(
+        run_dir=tmp_path / "run",
+        model=GRTConfig(vocab_size=512, hidden_size=32, num_heads=2, max_depth=2, max_positions=64),
+        data=DataConfig(Path("unused"), sequence_length=32),
+        schedule=ScheduleConfig(total_tokens=4096),
+        optim=OptimConfig(global_batch_size=8),
+        log=LogConfig(tensorboard=True),
+    )
+
+
+def write_steps(run: RunConfig, start: int, stop: int, loss: float, rank: int = 0, applied: bool = True) -> None:
+    """Logs the validation of a fresh start and the steps start + 1 ... stop."""
+    with MetricsLog(run, rank, start, total_steps=16) as log:
+        if start == 0:
+            log.validation(0, {0: 5.0, 1: 4.0, 2: 3.5}, full_depth=2)
+        for step in range(start + 1, stop + 1):
+            engine = cast(DeepSpeedEngine, StepMade(applied))
+            speed = {"tokens_per_second": 100.0}
+            log.train_step(Progress(step, 8 * step, 256 * step), loss, 2, 1e-3, engine, speed, torch.tensor([[0.9, 0.1], [0.8, 0.2]]))
+
+
+def rows(run: RunConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(run: RunConfig) -> list[tuple[int, float | None]]:
+    return [(row["step"], row.get("loss")) for row in rows(run)]
+
+
+def test_a_row_holds_everything_about_its_step(run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    write_steps(run, 0, 1, loss=2.5)
+    validation, train = rows(run)
+    assert validation == {
+        "step": 0,
+        "validation_loss/depth_0": 5.0,
+        "validation_loss/depth_1": 4.0,
+        "validation_loss/depth_2": 3.5,
+        "core_gain": 1.5,
+        "depth_gain": 0.5,
+    }
+    assert train.pop("memory_gib") > 0
+    gates = {key: pytest.approx(train.pop(key)) for key in list(train) if "/" in key}
+    assert gates == {
+        "gate_mean/recurrence_1": 0.9,
+        "update_size/recurrence_1": 0.1,
+        "gate_mean/recurrence_2": 0.8,
+        "update_size/recurrence_2": 0.2,
+    }
+    assert train == {
+        "step": 1,
+        "tokens": 256,
+        "loss": 2.5,
+        "depth": 2,
+        "learning_rate": 1e-3,
+        "gradient_norm": 0.25,
+        "step_skipped": 0,
+        "tokens_per_second": 100.0,
+    }
+    shown = capsys.readouterr().out
+    assert "step 0/16  validation loss  depth 0: 5.0000" in shown and "core gain 1.5000  depth gain 0.5000" in shown
+    assert "step 1/16  loss 2.5000  depth 2  lr 1.00e-03  grad norm 0.250  100 tokens/s" in shown
+
+
+def test_a_dense_model_has_no_gains(run: RunConfig) -> None:
+    with MetricsLog(run, 0, 0, total_steps=16) as log:
+        log.validation(0, {0: 5.0}, full_depth=0)
+    assert rows(run) == [{"step": 0, "validation_loss/depth_0": 5.0}]
+
+
+def test_a_step_that_deepspeed_left_out_is_marked(run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    write_steps(run, 0, 1, loss=2.5, applied=False)
+    assert rows(run)[1]["step_skipped"] == 1
+    assert "SKIPPED: the gradients are not finite" in capsys.readouterr().out
+
+
+def test_rows_later_than_the_checkpoint_are_cut_at_a_resume(run: RunConfig) -> None:
+    write_steps(run, 0, 5, loss=1.0)
+    write_steps(run, 3, 4, loss=2.0)
+    assert steps(run) == [(0, None), (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+
+
+def test_a_half_written_last_row_is_cut(run: RunConfig) -> None:
+    write_steps(run, 0, 3, loss=1.0)
+    with (run.run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    write_steps(run, 3, 4, loss=2.0)
+    assert steps(run) == [(0, None), (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+
+
+def test_a_last_row_without_its_newline_is_kept_whole(run: RunConfig) -> None:
+    write_steps(run, 0, 3, loss=1.0)
+    path = run.run_dir / "metrics.jsonl"
+    path.write_text(path.read_text().rstrip("\n"))
+    write_steps(run, 3, 4, loss=2.0)
+    assert [step for step, _ in steps(run)] == [0, 1, 2, 3, 4]
+
+
+def test_a_second_fresh_start_leaves_no_row_of_the_first(run: RunConfig) -> None:
+    write_steps(run, 0, 2, loss=1.0)  # died before its first checkpoint
+    write_steps(run, 0, 1, loss=2.0)
+    assert steps(run) == [(0, None), (1, 2.0)]
+
+
+def test_tensorboard_forgets_the_steps_that_are_run_again(run: RunConfig) -> None:
+    write_steps(run, 0, 5, loss=1.0)
+    time.sleep(1.1)  # event files are ordered by the second in their names
+    write_steps(run, 3, 4, loss=2.0)
+    events = EventAccumulator(str(run.run_dir / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+    assert [event.step for event in events.Scalars("core_gain")] == [0]
+
+
+def test_other_ranks_write_nothing(run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    write_steps(run, 0, 1, loss=1.0, rank=1)
+    assert list(run.run_dir.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_speed_counts_the_tokens_and_the_time_in_training_only(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [10.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    speed = Speedometer(run, world_size=1)
+    speed.peak = 1e9
+    speed.step(depth=2)
+    clock[0] += 1
+    with speed.paused():
+        clock[0] += 100
+    speed.step(depth=0)
+    clock[0] += 1
+    flops = 3 * 256 * (run.model.forward_flops_per_token(32, 2) + run.model.forward_flops_per_token(32, 0))
+    assert speed.read() == {"tokens_per_second": 256.0, "mfu": pytest.approx(flops / 2 / 1e9)}
+    speed.step(depth=1)
+    clock[0] += 2
+    assert speed.read()["tokens_per_second"] == 128.0  # since the last reading

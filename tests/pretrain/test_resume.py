@@ -1,0 +1,158 @@
+"""Which checkpoint a run starts from, and which changes it refuses by name."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.config import GRTConfig
+from pretrain.checkpoint import FORMAT, MANIFEST, CheckpointError, _signed
+from pretrain.config import CheckpointConfig, EvalConfig, LogConfig, OptimConfig, ParallelConfig, RunConfig
+from pretrain.data import DataConfig
+from pretrain.resume import Progress, find_checkpoint, identity
+from pretrain.schedule import ScheduleConfig
+from pretrain.shards import open_dataset
+
+
+@pytest.fixture
+def run(dataset: Path, tmp_path: Path) -> RunConfig:
+    return RunConfig(
+        run_dir=tmp_path / "run",
+        model=GRTConfig(vocab_size=512, hidden_size=32, num_heads=2, max_depth=2, max_positions=64),
+        data=DataConfig(dataset, sequence_length=32),
+        schedule=ScheduleConfig(total_tokens=4096),
+        optim=OptimConfig(global_batch_size=8),
+    )
+
+
+def current(run: RunConfig) -> dict[str, str | int]:
+    return identity(run, open_dataset(run.data.path))
+
+
+def find(run: RunConfig) -> Path | None:
+    return find_checkpoint(run, current(run))
+
+
+def save(run: RunConfig, step: int) -> Path:
+    """A checkpoint without weights, as far as the search for one goes."""
+    path = run.run_dir / "checkpoints" / f"step_{step:08d}"
+    path.mkdir(parents=True)
+    manifest = {"format": FORMAT, "step": step, "identity": current(run), "files": {}, "parameters": {}}
+    (path / MANIFEST).write_text(json.dumps(_signed(manifest)))
+    return path
+
+
+def changed(run: RunConfig, section: str, **values: Any) -> RunConfig:
+    return replace(run, **{section: replace(getattr(run, section), **values)})
+
+
+def resume(run: RunConfig, source: str | Path, *allow_change: str) -> RunConfig:
+    return replace(run, checkpoint=CheckpointConfig(resume=str(source), allow_change=list(allow_change)))
+
+
+def test_progress_counts_steps_sequences_and_tokens(run: RunConfig) -> None:
+    assert Progress(2, 16, 512).after_step(run) == Progress(3, 24, 768)
+
+
+def test_a_run_starts_afresh_in_an_empty_directory(run: RunConfig) -> None:
+    assert find(run) is None
+    assert find(resume(run, "none")) is None
+
+
+def test_auto_takes_the_newest_complete_checkpoint(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    save(run, 9)
+    newest = save(run, 10)
+    half_written = save(run, 11)
+    (half_written / MANIFEST).unlink()
+    (run.run_dir / "checkpoints" / ".tmp_step_00000012").mkdir()
+    assert find(run) == newest
+    assert "step_00000011" in caplog.text
+
+
+def test_existing_checkpoints_are_not_overwritten_by_a_fresh_start(run: RunConfig) -> None:
+    save(run, 9)
+    with pytest.raises(ValueError, match="holds checkpoints, up to step_00000009. Choose another run_dir, or checkpoint.resume auto"):
+        find(resume(run, "none"))
+
+
+def test_a_named_checkpoint_starts_a_run_elsewhere_and_never_mixes_with_a_newer_one(run: RunConfig, tmp_path: Path) -> None:
+    old = save(run, 9)
+    newest = save(run, 10)
+    elsewhere = replace(run, run_dir=tmp_path / "elsewhere")
+    assert find(resume(elsewhere, old)) == old
+    assert find(resume(run, newest)) == newest
+    with pytest.raises(
+        ValueError, match="up to step_00000010: go on from that one .* or choose another run_dir to go on from .*step_00000009"
+    ):
+        find(resume(run, old))
+
+
+def test_a_named_checkpoint_must_exist_and_be_whole(run: RunConfig) -> None:
+    with pytest.raises(CheckpointError, match="no complete checkpoint: .*step_00000099"):
+        find(resume(run, run.run_dir / "step_00000099"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("data.sequence_length", 16),
+        ("data.window_shards", 2),
+        ("model.hidden_size", 64),
+        ("model.state_noise", 0.0),
+        ("model.depth_sampler", "fixed"),
+        ("schedule.total_tokens", 8192),
+        ("schedule.learning_rate", 1e-3),
+        ("optim.global_batch_size", 16),
+        ("optim.precision", "fp32"),
+        ("optim.weight_decay", 0.0),
+    ],
+)
+def test_a_changed_setting_is_refused_by_name_unless_it_is_allowed(run: RunConfig, name: str, value: Any) -> None:
+    checkpoint = save(run, 1)
+    section, field = name.split(".")
+    other = changed(run, section, **{field: value})
+    with pytest.raises(ValueError) as refused:
+        find(other)
+    old = getattr(getattr(run, section), field)
+    assert f"was made with {name} = {old!r}; this run has {value!r}" in str(refused.value)
+    assert f"--checkpoint.allow_change '[\"{name}\"]'" in str(refused.value)
+    assert find(resume(other, "auto", name)) == checkpoint
+    assert find(resume(other, "auto", section)) == checkpoint  # the whole section
+    with pytest.raises(ValueError, match=name):
+        find(resume(other, "auto", section[:-1], "seed"))  # neither part of a word nor another setting
+
+
+def test_another_seed_is_refused_unless_it_is_allowed(run: RunConfig) -> None:
+    checkpoint = save(run, 1)
+    with pytest.raises(ValueError, match="made with seed = 1234; this run has 99"):
+        find(replace(run, seed=99))
+    assert find(resume(replace(run, seed=99), "auto", "seed")) == checkpoint
+
+
+@pytest.mark.parametrize("name", ["dataset", "tokenizer"])
+def test_another_dataset_or_tokenizer_is_refused_unless_it_is_allowed(run: RunConfig, name: str) -> None:
+    checkpoint = save(run, 1)
+    other = current(run) | {name: "f00d"}
+    with pytest.raises(ValueError, match=f"made with {name} = '[0-9a-f]{{64}}'; this run has 'f00d'"):
+        find_checkpoint(run, other)
+    assert find_checkpoint(resume(run, "auto", name), other) == checkpoint
+
+
+def test_the_dataset_may_move(run: RunConfig, dataset: Path, tmp_path: Path) -> None:
+    checkpoint = save(run, 1)
+    assert find(changed(run, "data", path=shutil.copytree(dataset, tmp_path / "moved"))) == checkpoint
+
+
+def test_layout_logging_evaluation_and_saving_may_change(run: RunConfig) -> None:
+    checkpoint = save(run, 1)
+    other = replace(
+        changed(run, "data", workers=3),
+        parallel=ParallelConfig(tensor_parallel=2, micro_batch_size=4),
+        checkpoint=CheckpointConfig(every_steps=7, keep=2),
+        eval=EvalConfig(every_steps=5, max_sequences=None, depths=[1]),
+        log=LogConfig(every_steps=1, tensorboard=False),
+    )
+    assert find(other) == checkpoint
