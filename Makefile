@@ -37,7 +37,7 @@ nightly: $(INSTALLED)
 	@$(BIN)/python -m pytest -m nightly
 
 bench: $(INSTALLED)
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for script in $(or $(wildcard benchmarks/*.py),$(error benchmarks/ holds no script yet)); do echo "== $$script"; $(BIN)/python $$script; done
 
 install: $(INSTALLED)
 
@@ -45,7 +45,7 @@ install: $(INSTALLED)
 $(INSTALLED): setup.cfg pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "This needs Python 3.11 or later, and $(PYTHON) is not: make PYTHON=/path/to/python3.11 ..."; exit 1; }
-	@echo "== installing into $(VENV) (once, a few minutes): $(TORCH)"
+	@echo "== installing into $(VENV) (once, a few minutes): $(TORCH); without a GPU, see TORCH in the Makefile for a smaller build"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) "$(TORCH)"
 	@echo "== installing the other packages of requirements.lock"
