@@ -24,17 +24,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.futures import Future
 
-if TYPE_CHECKING:  # the reader must not need a DeepSpeed that starts
+if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and reading a checkpoint does not need it
     from deepspeed import DeepSpeedEngine
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
 TEMPORARY = ".tmp_"  # what begins so is rubbish: a save or a removal that did not end
-ADAM_KEYS: dict[str, str | None] = {"master": None, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # kind: DeepSpeed's key
+KINDS: dict[str, str | None] = {"master": None, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # and DeepSpeed's key of each
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +78,9 @@ def save_checkpoint(
     final = directory / f"step_{progress['step']:08d}"
     temporary = directory / f"{TEMPORARY}{final.name}"
     first = dist.get_rank() == 0
+    failure = f"cannot save {final} (earlier checkpoints are intact; resume from them when the cause is gone)"
     try:
-        with _every_rank(f"cannot save {final}"):
+        with _every_rank(failure):
             parameters = _parameters(engine)
             partitions = _read_partitions(engine, parameters, layout)
             manifest = {
@@ -93,23 +96,35 @@ def save_checkpoint(
             if first:
                 _remove_leftovers(directory)
                 temporary.mkdir(parents=True)
-        with _every_rank(f"cannot save {final}"):
-            dcp.save(partitions, storage_writer=dcp.FileSystemWriter(temporary))
-        with _every_rank(f"cannot save {final}"):
+        with _every_rank(failure):
+            dcp.save(partitions, storage_writer=_StorageWriter(temporary))
+        with _every_rank(failure):
             written = _hash_own_files(temporary)
         manifest["files"] = {name: file for files in _gather(written) for name, file in files.items()}
-        with _every_rank(f"cannot save {final}"):
+        with _every_rank(failure):
             if first:
                 _publish(temporary, final, manifest)
     except CheckpointError:
         with _every_rank(f"cannot remove {temporary}"):
-            if first and temporary.exists():
-                shutil.rmtree(temporary)
+            if first:
+                _remove_leftovers(directory)
         raise
     with _every_rank(f"{final} is complete, but older checkpoints cannot be removed"):
         if first and keep is not None:
             _remove_older(final, keep)
     return final
+
+
+class _StorageWriter(dcp.FileSystemWriter):
+    """DCP's, but a write error is raised as such: torch.save hides it behind "unexpected pos", its own bookkeeping."""
+
+    def write_data(self, *args: Any) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(*args)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _hash_own_files(folder: Path) -> dict[str, dict[str, int | str]]:
@@ -201,7 +216,7 @@ def _read_other_layout(
     """Fills the partitions from a checkpoint of another tensor-parallel size: one full tensor at a time in memory."""
     for name, parameter in parameters.items():
         dim = _tensor_parallel_dim(parameter)
-        for kind in ADAM_KEYS:
+        for kind in KINDS:
             tensor = reader.read(name, kind)
             if dim is not None:
                 tensor = tensor.chunk(layout.tensor_size, dim)[layout.tensor_rank]
@@ -357,7 +372,7 @@ def _read_partitions(engine: "DeepSpeedEngine", parameters: dict[str, Zero3Param
     partitions = {}
     for name, parameter in parameters.items():
         own = layout.own_range(parameter)
-        for kind, key in ADAM_KEYS.items():
+        for kind, key in KINDS.items():
             padded = engine.optimizer.get_local_fp32_param(parameter, key).detach()
             partitions[f"{kind}/{name}"] = layout.distribute(padded[: own.stop - own.start].cpu(), parameter)
     return partitions
@@ -367,7 +382,7 @@ def _empty_partitions(parameters: dict[str, Zero3Parameter], layout: Layout) -> 
     partitions = {}
     for name, parameter in parameters.items():
         own = layout.own_range(parameter)
-        for kind in ADAM_KEYS:
+        for kind in KINDS:
             partitions[f"{kind}/{name}"] = layout.distribute(torch.empty(own.stop - own.start), parameter)
     return partitions
 
@@ -385,7 +400,7 @@ def _write_partitions(
     for state in _adam_states(engine):
         state["step"].fill_(optimizer_step)
     for name, parameter in parameters.items():
-        for kind, key in ADAM_KEYS.items():
+        for kind, key in KINDS.items():
             own = partitions[f"{kind}/{name}"].to_local().flatten()
             padding = parameter.ds_tensor.numel() - own.numel()
             optimizer.set_local_hp_param(torch.nn.functional.pad(own, (0, padding)), parameter, key)
@@ -433,16 +448,17 @@ def _every_rank(failure: str) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:  # DCP's is a BaseException
         cause = error
-    causes = [text for text in dict.fromkeys(_gather(_explain(cause))) if text]
+    texts = _gather(None if cause is None else _explain(cause))
+    causes = dict.fromkeys(text for text in texts if text is not None)  # each once, in rank order
     if causes:
         raise CheckpointError(f"{failure}: {'; '.join(causes)}") from cause
 
 
-def _explain(error: BaseException | None) -> str:
+def _explain(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {_explain(cause)}" for rank, (cause, _) in error.failures.items())
-    if error is None or isinstance(error, CheckpointError | OSError):
-        return str(error or "")
+    if isinstance(error, CheckpointError | OSError):
+        return str(error)
     return f"{type(error).__name__}: {error}"
 
 

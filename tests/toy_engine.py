@@ -1,7 +1,8 @@
 """A small ZeRO-3 engine of Megatron layers, for tests of what surrounds the model.
 
 It has a parameter of each kind (column, row and vocabulary shards, replicated ones), sizes that no data-parallel size divides,
-two optimizer groups, small parameters that DeepSpeed keeps gathered, and one more kept gathered as the trainer keeps the core.
+one tensor larger than a file's write buffer, two optimizer groups, small parameters that DeepSpeed keeps gathered, and one more
+kept gathered as the trainer keeps the core.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 from model.parallel import ParallelGroups, initialize_model_parallel, layer_config
 
-VOCABULARY, WIDTH, HIDDEN, OUTPUTS = 22, 5, 6, 3
+VOCABULARY, WIDTH, HIDDEN, OUTPUTS = 20022, 5, 6, 3
 GLOBAL_BATCH = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

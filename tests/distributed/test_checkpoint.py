@@ -4,6 +4,7 @@ A spawn of ranks costs seconds, so fixtures do many things in one and the tests 
 """
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -15,12 +16,14 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from pretrain import checkpoint as checkpoint_module
 from pretrain.checkpoint import CheckpointError, find_newest, load_checkpoint, save_checkpoint
 from tests import toy_engine
 from tests.ranks import RankError, run_ranks
 
+AVAILABLE = ZeroParamStatus.AVAILABLE
 Layout = tuple[int, int]  # (tensor parallel, data parallel)
 Case = tuple[Layout, Layout, str]  # saved at, loaded at, precision
 WORLDS: dict[int, list[Layout]] = {1: [(1, 1)], 4: [(2, 2), (1, 4)], 2: [(2, 1), (1, 2)]}  # at (1, 4) a rank owns nothing of a bias
@@ -69,6 +72,7 @@ def _load_continue(folder: Path, source: Layout, target: Layout, precision: str)
     outcome = {
         "progress": progress,
         "unequal": [name for name, tensor in state.items() if not torch.equal(tensor, expected["state"][name])],
+        "not resident": [parameter.ds_id for parameter in engine.optimizer.persistent_parameters if parameter.ds_status != AVAILABLE],
         "stale": _stale_weights(engine),
         "losses": (toy_engine.train(engine, 3, 3), expected["losses"]),
     }
@@ -120,6 +124,7 @@ def test_masters_and_moments_are_equal_at_any_layout(outcomes: dict[Case, dict[s
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_weights_in_use_are_the_loaded_ones(outcomes: dict[Case, dict[str, Any]], case: Case) -> None:
     assert outcomes[case]["stale"] == []
+    assert outcomes[case]["not resident"] == []
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] == case[1]], ids=str)
@@ -192,7 +197,7 @@ def _failing_saves(folder: Path, small_disk: Path | None) -> dict[str, Any]:
     _save(engine, folder, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if torch.distributed.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # within the first large tensor
     found: dict[str, Any] = {"one rank": _message(lambda: _save(engine, folder, 2)), "left": sorted(os.listdir(folder))}
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     for step in (2, 3, 4):
@@ -212,9 +217,9 @@ def _failing_saves(folder: Path, small_disk: Path | None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
-    """A file system of 512 KiB: room for some checkpoints of the toy. None where this user may not mount one."""
+    """A file system of 8 MiB: room for some checkpoints of the toy. None where this user may not mount one."""
     folder = tmp_path_factory.mktemp("disk")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)], capture_output=True).returncode == 0
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True).returncode == 0
     yield folder if mounted else None
     if mounted:
         subprocess.run(["umount", str(folder)], check=True)
@@ -259,8 +264,7 @@ def test_every_rank_refuses_with_the_same_message(refusals: list[dict[str, str]]
 
 def test_a_write_error_on_one_rank_is_an_error_on_every_rank(failing_saves: list[dict[str, Any]]) -> None:
     for found in failing_saves:
-        assert "cannot save" in found["one rank"]
-        assert "step_00000002: rank 1: [Errno 27] File too large" in found["one rank"]
+        assert re.search("cannot save .*step_00000002 .*: rank 1: .*File too large", found["one rank"])
         assert found["left"] == ["latest", "step_00000001"]
 
 
@@ -313,13 +317,13 @@ def _die_at(name: str, call: int) -> None:
     setattr(checkpoint_module, name, deadly)
 
 
-def test_a_save_killed_at_any_moment_leaves_the_earlier_checkpoint_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    data_written, manifest_written, renamed = ("_hash_own_files", 1), ("_sync", 1), ("_sync", 2)
-    for step, (ranks, moment) in enumerate(((2, data_written), (1, manifest_written), (1, renamed)), start=1):
+def test_a_killed_save_leaves_the_earlier_checkpoint_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    not_yet_renamed, latest_not_yet_moved = ("_hash_own_files", 1), ("_sync", 2)
+    for step, (ranks, moment) in enumerate(((2, not_yet_renamed), (1, latest_not_yet_moved)), start=1):
         with pytest.raises(RankError, match="rank 0 was killed by SIGKILL"):
             run_ranks(_resume_save_and_die, ranks, tmp_path, moment)
         newest = find_newest(tmp_path)
         assert newest is not None
         assert newest.name == f"step_{step:08d}"
-    assert run_ranks(_resume_save_and_die, 1, tmp_path, None) == ["resumed from 3"]
-    assert sorted(os.listdir(tmp_path)) == ["latest", *(f"step_{step:08d}" for step in range(1, 5))]
+    assert run_ranks(_resume_save_and_die, 1, tmp_path, None) == ["resumed from 2"]
+    assert sorted(os.listdir(tmp_path)) == ["latest", *(f"step_{step:08d}" for step in (1, 2, 3))]

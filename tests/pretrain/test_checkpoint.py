@@ -18,7 +18,7 @@ def _save_at_tensor_parallel_2(folder: Path) -> dict[str, torch.Tensor]:
     toy_engine.start(2)
     engine = toy_engine.build(2)
     toy_engine.train(engine, 0, 2)
-    save_checkpoint(engine, folder, {"step": 2}, {"model": {"vocab_size": 22}}, {"seed": 0, "dataset": "abc"}, keep=None)
+    save_checkpoint(engine, folder, {"step": 2}, {"model": {"vocab_size": 20022}}, {"seed": 0, "dataset": "abc"}, keep=None)
     return toy_engine.full_state(engine)
 
 
@@ -50,7 +50,7 @@ def test_manifest_says_what_is_in_it(saved: tuple[Path, dict[str, torch.Tensor]]
     manifest = CheckpointReader(saved[0]).manifest
     assert (manifest["step"], manifest["optimizer_step"], manifest["tensor_parallel"]) == (2, 2, 2)
     assert manifest["progress"] == {"step": 2}
-    assert manifest["config"] == {"model": {"vocab_size": 22}}
+    assert manifest["config"] == {"model": {"vocab_size": 20022}}
     assert manifest["identity"] == {"seed": 0, "dataset": "abc"}
     assert manifest["parameters"]["down.weight"] == {"shape": [5, 6], "tensor_parallel_dim": 1}
     assert manifest["parameters"]["norm.bias"] == {"shape": [5], "tensor_parallel_dim": None}
