@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -111,7 +112,16 @@ _encoder: Encoder  # of a worker process, which has no other place for it
 def _start_worker(tokenizer_directory: Path, validation_fraction: float) -> None:
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the main process ends the workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder = Encoder(load_tokenizer(tokenizer_directory), validation_fraction)
+
+
+def _end_with_parent() -> None:
+    """A pool's idle worker does not see that its parent was killed; it would wait forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode_in_worker(batch: TextBatch) -> TokenBatch:
@@ -218,5 +228,10 @@ def fail(message: str, code: int = 1) -> int:
     return code
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, interrupt)  # ends as with Ctrl-C: workers stopped, unfinished files removed
     sys.exit(main())

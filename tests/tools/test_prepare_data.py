@@ -1,10 +1,13 @@
 import io
 import json
+import os
 import resource
+import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +91,7 @@ def test_the_same_input_gives_the_same_bytes_whatever_the_processes(
     assert files(tmp_path / "out") == files(dataset)
 
 
-def test_one_wide_vocabulary_is_stored_in_four_bytes() -> None:
+def test_a_wide_vocabulary_is_stored_in_four_bytes() -> None:
     assert prepare_data.token_dtype(65536).itemsize == 2
     assert prepare_data.token_dtype(65537).itemsize == 4
 
@@ -102,6 +105,14 @@ def test_an_existing_dataset_is_kept_unless_told(run: Callable[..., int], tmp_pa
     assert run("--shard-tokens", "100000", "--overwrite") == 0
     assert len(shards(tmp_path / "out", "train")) < len([name for name in first if name.startswith("train-")])
     open_dataset(tmp_path / "out")
+
+
+def test_the_index_arrives_last(run: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived = []
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda path, target: arrived.append(path.name) or rename(path, target))
+    assert run() == 0
+    assert "train-00000.tar" in arrived and arrived[-1] == "index.json"
 
 
 def test_a_failing_overwrite_keeps_the_old_dataset(run: Callable[..., int], tmp_path: Path) -> None:
@@ -164,6 +175,56 @@ def test_a_full_disk_is_a_clear_error_and_leaves_no_dataset(corpus: Path, tokeni
     assert done.returncode == 1
     assert f"error: cannot write {tmp_path}/out: " in done.stderr and "no dataset was made" in done.stderr
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def children(process: int) -> list[int]:
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def working(tokenizer_directory: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command at work with two processes on a corpus that takes it long."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("text that goes on\n" * 3_000_000)
+    command = [sys.executable, prepare_data.__file__, "--input", str(corpus), "--tokenizer", str(tokenizer_directory)]
+    options = ["--output", str(tmp_path / "out"), "--processes", "2", "--block-tokens", "1000"]
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
+        wait_until((tmp_path / "out" / ".partial" / "train-00000.tar").exists)
+        yield process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_command_leaves_neither_a_dataset_nor_processes(working: subprocess.Popen[str], tmp_path: Path, number: int) -> None:
+    workers = children(working.pid)
+    working.send_signal(number)
+    _, error = working.communicate(timeout=60)
+    wait_until(lambda: not any(map(running, workers)))
+    assert not (tmp_path / "out" / "index.json").exists()
+    if number != signal.SIGKILL:
+        assert (working.returncode, error) == (130, "error: interrupted; no dataset was made\n")
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_worker_that_dies_is_a_clear_error(working: subprocess.Popen[str], tmp_path: Path) -> None:
+    os.kill(children(working.pid)[-1], signal.SIGKILL)
+    _, error = working.communicate(timeout=60)
+    assert (working.returncode, error) == (1, "error: a worker process died, most often because memory ran out; use fewer --processes\n")
     assert not (tmp_path / "out").exists()
 
 
