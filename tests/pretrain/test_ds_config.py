@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -68,10 +68,12 @@ def test_auto_sizes_of_zero_hold_the_core(tmp_path: Path) -> None:
     assert zero["reduce_bucket_size"] > 0
 
 
-@pytest.mark.parametrize("name", ["ds_zero3_fp32.json", "ds_zero3_bf16.json"])
-def test_the_configs_we_ship_are_complete_and_have_no_auto_left(name: str) -> None:
-    run = replace(RUN, optim=replace(RUN.optim, precision=name.removesuffix(".json").rsplit("_")[-1]))
-    assert '"auto"' not in json.dumps(load_ds_config(REPOSITORY / "configs" / name, run, data_parallel=2))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_configs_we_ship_are_complete_and_have_no_auto_left(precision: Literal["fp32", "bf16"]) -> None:
+    run = replace(RUN, optim=replace(RUN.optim, precision=precision))
+    ds_config = load_ds_config(REPOSITORY / "configs" / f"ds_zero3_{precision}.json", run, data_parallel=2)
+    assert ds_config["bf16"]["enabled"] is (precision == "bf16")
+    assert '"auto"' not in json.dumps(ds_config)
 
 
 @pytest.mark.parametrize(
