@@ -64,7 +64,7 @@ def sequences_per_shard(index: Index, split: str, sequence_length: int) -> np.nd
 
 
 class Sequences(NamedTuple):
-    """A batch as workers send it: arrays pass through a pipe at a tenth of a tensor's price, which opens shared memory."""
+    """A batch as workers send it: arrays pass through a pipe, where each tensor would open shared memory."""
 
     positions: np.ndarray  # int64 [B]
     tokens: np.ndarray  # the dataset's dtype [B, S + 1]

@@ -1,7 +1,8 @@
 """Checks a dataset against its index, and names each damaged thing on a line.
 
 `quick` looks at the index, the arrays, the tokenizer's copy and every shard's size, as training does at its start. `full` reads every
-byte: hashes, tar headers, and each block's contents. Exit code 0: nothing found; 1: damage. Examples:
+byte: each shard's sha256 and, to say what is damaged in it, its tar headers and the crc32 of its contents. Exit code 0: nothing
+found; 1: damage. Examples:
 
     python tools/verify_shards.py data/mine
     python tools/verify_shards.py data/mine --mode quick
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         index = load_index(args.dataset)
         damage = file_damage(index) if args.mode == "quick" else list(full_damage(index))
-    except DatasetError as error:
+    except (DatasetError, OSError) as error:
         damage = [str(error)]
     for line in damage:
         print(line)

@@ -108,9 +108,14 @@ def test_an_existing_dataset_is_kept_unless_told(run: Callable[..., int], tmp_pa
 
 
 def test_the_index_arrives_last(run: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
-    arrived = []
+    arrived: list[str] = []
     rename = Path.rename
-    monkeypatch.setattr(Path, "rename", lambda path, target: arrived.append(path.name) or rename(path, target))
+
+    def recorded(path: Path, target: Path) -> Path:
+        arrived.append(path.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", recorded)
     assert run() == 0
     assert "train-00000.tar" in arrived and arrived[-1] == "index.json"
 
