@@ -9,6 +9,7 @@ Example:
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import shutil
 import sys
@@ -40,12 +41,14 @@ def convert(checkpoint: Path, output: Path, dtype: torch.dtype, tokenizer_direct
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ExportError(f"{output} exists already: choose another --output, or remove it.")
+    if importlib.util.find_spec("transformers") is None:
+        raise ExportError("transformers is missing, which the export is checked with: pip install -e '.[hf]'")
     reader = CheckpointReader(checkpoint)
     print(f"Verifying the hashes of {checkpoint}")
     reader.verify()
     config = GRTConfig(**reader.manifest["config"]["model"])
     tokenizer = load_tokenizer(tokenizer_directory)
-    if tokenizer.fingerprint != reader.manifest["identity"]["tokenizer_fingerprint"]:
+    if tokenizer.fingerprint != reader.manifest["identity"]["tokenizer"]:
         raise ExportError(f"{checkpoint} was not trained with the tokenizer in {tokenizer_directory}: give the right one by --tokenizer.")
 
     partial = output.with_name(f".{output.name}.partial")
@@ -75,7 +78,7 @@ def write_model(directory: Path, reader: CheckpointReader, config: GRTConfig, dt
     def read(name: str) -> Tensor:
         return export_tensor(sources[name], reader.read(sources[name]), config).to(export_dtype(sources[name], dtype))
 
-    print(f"Writing {sum(tensor.bytes for tensor in plan) / 1e9:.2f} GB of weights")
+    print(f"Writing {sum(tensor.bytes for tensor in plan) / 1e6:,.1f} MB of weights")
     write_shards(directory, plan, read)
     _write_json(directory / "config.json", export_config(config, dtype, tokenizer.eos_id, tokenizer.pad_id))
     # Without `eos_token_id` here, generation would not stop at the end of a document.
@@ -176,12 +179,13 @@ def model_card(manifest: dict[str, Any], config: GRTConfig, dtype: torch.dtype) 
         )
         depth = (
             f"\nThe number of recurrences is free at inference: `model.generate(**inputs, num_steps=4)`, `model(**inputs, num_steps=4)`.\n"
-            f"The default is {config.max_depth}, the most seen in training; 0 skips the core. Measure the loss by depth before relying\n"
-            f"on it.\n"
+            f"The default is {config.max_depth}, the most seen in training; 0 skips the core. How much a recurrence gains differs between\n"
+            f"models: measure the loss by depth.\n"
         )
     else:
         kind, depth = f"A dense transformer of {config.stored_blocks} blocks.", ""
-    training = {key: manifest[key] for key in ("step", "progress", "identity", "config")}
+    fingerprints = {name: manifest["identity"][name] for name in ("dataset", "tokenizer")}
+    training = {"progress": manifest["progress"], "sha256": fingerprints, "config": manifest["config"]}
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -207,7 +211,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
 inputs = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))
 ```
 {depth}
 Documents end with the end-of-text token, and there is no token for their beginning: to start from nothing, give the end-of-text token.

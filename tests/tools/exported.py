@@ -83,7 +83,7 @@ def write_checkpoint(directory: Path, config: GRTConfig, parameters: dict[str, T
         "optimizer_step": 7,
         "progress": {"step": 7},
         "config": {"model": asdict(config)},
-        "identity": {"tokenizer_fingerprint": load_tokenizer(tokenizer).fingerprint},
+        "identity": {"dataset": "0" * 64, "tokenizer": load_tokenizer(tokenizer).fingerprint},
         "tensor_parallel": tensor_parallel,
         "parameters": described,
         "files": {

@@ -109,6 +109,12 @@ def test_the_model_card_states_the_true_parameter_count(converted: Run) -> None:
     assert f"| {stored:,} |" in (converted.output / "README.md").read_text()
 
 
+def test_the_example_of_the_model_card_runs(converted: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    example = (converted.output / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    exec(example.replace("PATH", str(converted.output)), {})
+    assert capsys.readouterr().out.startswith("Once upon a time")
+
+
 def test_an_output_that_exists_is_refused_and_kept(converted: Run) -> None:
     before = (converted.output / "SHA256SUMS").read_bytes()
     with pytest.raises(ExportError, match="exists already"):
