@@ -60,6 +60,11 @@ def main() -> None:
     except (DatasetError, OSError) as error:
         print(f"error on rank {topology.rank}: {error}", file=sys.stderr, flush=True)
         os._exit(BAD_INPUT)  # an ordinary exit would wait for the other ranks, which may wait for this one in a collective
+    except RuntimeError as error:
+        if "by peer" not in str(error):  # gloo's "Connection closed by peer": its traceback would bury the other rank's message
+            raise
+        print(f"rank {topology.rank} ends too: another rank is gone", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topology) -> tuple[dict[str, Any], Index, Path | None]:

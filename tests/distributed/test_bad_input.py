@@ -1,0 +1,226 @@
+"""Bad input ends with one message that names the thing and the remedy, a non-zero exit and no process left; nothing is lost.
+
+What is found before ranks meet is shown by one process, forked from one that has imported the trainer. Two ranks under the
+deepspeed launcher show what depends on ranks.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from pretrain.data import DataConfig, SequenceDataset
+from pretrain.shards import CHUNK_TOKENS, Index, open_dataset
+from tests.distributed.launching import Ended, launcher, run, train_losses, write_run
+
+
+@pytest.fixture(scope="module")
+def trainer() -> ForkServerContext:
+    """Processes that need not import the trainer again."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pretrain.train"])
+    return context
+
+
+def _main(options: list[str], output: str) -> None:
+    """`python pretrain/train.py options` in this process, which ends."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    sys.argv = ["pretrain/train.py", *options]
+    from pretrain.train import main
+
+    try:
+        main()
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+def run_alone(trainer: ForkServerContext, options: list[str], output: Path) -> Ended:
+    """One process, no launcher."""
+    process = trainer.Process(target=_main, args=(options, str(output)))
+    process.start()
+    process.join(120)
+    left = [f"process {process.pid}"] if process.is_alive() else []
+    process.kill()
+    return Ended(process.exitcode or 0, output.read_text(), left)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def cut_shard(dataset: Path) -> None:
+    shard = dataset / "train-00001.tar"
+    os.truncate(shard, shard.stat().st_size - 512)
+
+
+def tamper_with_tokenizer(dataset: Path) -> None:
+    model = dataset / "tokenizer" / "tokenizer.model"
+    model.write_bytes(model.read_bytes() + b"\0")
+
+
+def remove_index(dataset: Path) -> None:
+    (dataset / "index.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (remove_index, ["no dataset in", "index.json", "make one with tools/prepare_data.py"]),
+        (cut_shard, ["train-00001.tar", "bytes, the index says", "restore the file"]),
+        (tamper_with_tokenizer, ["tokenizer", "sha256 expected", "restore the file"]),
+    ],
+)
+def test_a_damaged_dataset_is_refused_at_start(
+    trainer: ForkServerContext, dataset: Path, tmp_path: Path, damage: Callable[[Path], None], words: list[str]
+) -> None:
+    copy = shutil.copytree(dataset, tmp_path / "copy")
+    damage(copy)
+    run_alone(trainer, write_run(tmp_path, copy), tmp_path / "output").check_refused(str(copy), *words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--data.path", "no/such/place"], ["no dataset in no/such/place", "tools/prepare_data.py"]),
+        (["--model.num_head", "4"], ["--model.num_head", "--help"]),
+        (["--model.hidden_size", "33"], ["model.num_heads is 2", "divisor of hidden_size 33"]),
+        (["--model.vocab_size", "500"], ["model.vocab_size is 500", "512 pieces", "Set model.vocab_size to 512"]),
+        (["--optim.global_batch_size", "8"], ["ds_batch.json says train_batch_size = 4", "makes it 8", "write auto"]),
+        (["--parallel.tensor_parallel", "2"], ["parallel.tensor_parallel is 2", "1 processes", "multiple of 2"]),
+        (["--checkpoint.resume", "no/such/step"], ["no complete checkpoint", "no/such/step"]),
+        (["--run_dir", "/proc/no/run"], ["run_dir /proc/no/run cannot be made", "--run_dir"]),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_at_start(
+    trainer: ForkServerContext, dataset: Path, tmp_path: Path, options: list[str], words: list[str]
+) -> None:
+    given = write_run(tmp_path, dataset)
+    (tmp_path / "ds_batch.json").write_text(json.dumps({"train_batch_size": 4, "zero_optimization": {"stage": 3}}))
+    given[-1] = str(tmp_path / "ds_batch.json")
+    run_alone(trainer, given + options, tmp_path / "output").check_refused(*words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_other_apex_is_refused_at_start(dataset: Path, tmp_path: Path) -> None:
+    package = tmp_path / "packages" / "apex"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from pyramid.session import UnencryptedCookieSessionFactoryConfig\n")
+    (package / "models.py").touch()
+    ended = run(launcher("plain", 1), write_run(tmp_path, dataset), {"PYTHONPATH": str(package.parent)})
+    ended.check_refused("not NVIDIA apex", str(package), "pip uninstall apex")
+
+
+def test_two_ranks_say_what_is_wrong_once(dataset: Path, tmp_path: Path) -> None:
+    options = write_run(tmp_path, dataset)
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"modle": {"vocab_size": 512}}))
+    run(launcher("deepspeed", 2), options).check_refused("modle", "--help")
+
+
+def test_a_busy_port_is_refused_at_start(dataset: Path, tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        ended = run(launcher("deepspeed", 2, port), write_run(tmp_path, dataset))
+    ended.check_refused(f"Port {port}", "another run may be using it", "--master_port")
+
+
+# ---- found while training ----
+
+
+def place_of(index: Index, shard: int, token: int) -> tuple[int, int]:
+    """Block of the training split, and token in the block, of a token of a shard."""
+    split = index.splits["train"]
+    block = int(split.first_block[shard])
+    while token >= split.columns["tokens"][block]:
+        token -= int(split.columns["tokens"][block])
+        block += 1
+    return block, token
+
+
+def flip_byte_for_rank_1(dataset: Path) -> str:
+    """Damages a chunk that, of the first 4 steps' sequences (4 each), only one of rank 1 touches, in the third step or the fourth.
+
+    Returns:
+        the shard's name.
+    """
+    index = open_dataset(dataset)
+    order = SequenceDataset(DataConfig(dataset, sequence_length=32), index, "train", seed=1234)
+    shards, sequences = (column.tolist() for column in order.locate(np.arange(16)))
+    ends = [[place_of(index, shard, sequence * 32 + i) for i in (0, 32)] for shard, sequence in zip(shards, sequences, strict=True)]
+    chunks = [{(block, token // CHUNK_TOKENS) for block, token in pair} for pair in ends]
+    position = next(p for p in range(9, 16, 2) if not any(chunks[p] & chunks[other] for other in range(16) if other != p))
+    shard = dataset / index.splits["train"].shards[shards[position]].name
+    block, token = ends[position][0]
+    content = bytearray(shard.read_bytes())
+    content[int(index.splits["train"].columns["token_offset"][block]) + token * index.dtype.itemsize] ^= 1
+    shard.write_bytes(content)
+    return shard.name
+
+
+def test_a_flipped_byte_ends_both_ranks_with_the_shards_name(dataset: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(dataset, tmp_path / "copy")
+    shard = flip_byte_for_rank_1(copy)
+    ended = run(launcher("deepspeed", 2), write_run(tmp_path, copy))
+    ended.check_refused("rank 1", shard, "crc32 expected", "restore it")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_00000002"]
+    assert len(train_losses(tmp_path / "run")) in (2, 3)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_half_written_checkpoint_is_passed_over_and_a_full_disk_loses_nothing(
+    trainer: ForkServerContext, dataset: Path, tmp_path: Path, small_disk: Path
+) -> None:
+    options = write_run(tmp_path, dataset) + ["--run_dir", str(small_disk / "run")]
+    checkpoints = small_disk / "run" / "checkpoints"
+    run(launcher("deepspeed", 2), options).check_succeeded()
+    assert sorted(path.name for path in checkpoints.glob("step_*")) == ["step_00000002", "step_00000004"]
+
+    # As a kill -9 leaves it that came while the second was written.
+    (checkpoints / "step_00000004" / "manifest.json").unlink()
+    for file in checkpoints.glob("step_00000004/*"):
+        os.truncate(file, 1000)
+    (checkpoints / "step_00000004").rename(checkpoints / ".tmp_step_00000004")
+    (checkpoints / "latest").write_text("step_00000002\n")
+    before = digests(checkpoints / "step_00000002")
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 100_000))
+
+    ended = run(launcher("deepspeed", 2), options)
+    ended.check_refused("cannot save", "step_00000004", "No space left")
+    assert "resumed from" in ended.output and "step_00000002: step 2 of 4" in ended.output
+    assert digests(checkpoints / "step_00000002") == before
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_00000002"]
+
+    (small_disk / "filler").unlink()
+    ended = run_alone(trainer, options, tmp_path / "output")  # on one rank: the layout may change
+    ended.check_succeeded()
+    assert "step_00000002: step 2 of 4" in ended.output
