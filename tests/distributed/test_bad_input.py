@@ -14,6 +14,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import yaml
 from pretrain.data import DataConfig, SequenceDataset
 from pretrain.shards import CHUNK_TOKENS, Index, open_dataset
 from tests.distributed.launching import Ended, launcher, run, train_losses, write_run
+from tools.prepare_data import main as prepare_data
 
 
 @pytest.fixture(scope="module")
@@ -185,42 +187,78 @@ def test_a_flipped_byte_ends_both_ranks_with_the_shards_name(dataset: Path, tmp_
     assert len(train_losses(tmp_path / "run")) in (2, 3)
 
 
+@dataclass(frozen=True)
+class Disk:
+    """A place that can run full: a file system of 4 MiB, or, where none may be mounted, a limit on the size of a file."""
+
+    folder: Path
+    mounted: bool
+
+    @property
+    def reason(self) -> str:
+        return "No space left" if self.mounted else "File too large"
+
+    def fill(self) -> list[str]:
+        """Leaves 100 kB; what to put before a command that is to find it so."""
+        if not self.mounted:
+            return ["bash", "-c", 'ulimit -f 100 && exec "$@"', "limited"]
+        (self.folder / "filler").write_bytes(bytes(shutil.disk_usage(self.folder).free - 100_000))
+        return []
+
+    def empty(self) -> None:
+        (self.folder / "filler").unlink(missing_ok=True)
+
+
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
+def disk(tmp_path: Path) -> Iterator[Disk]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    yield Disk(folder, mounted)
+    if mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_a_half_written_checkpoint_is_passed_over_and_a_full_disk_loses_nothing(
-    trainer: ForkServerContext, dataset: Path, tmp_path: Path, small_disk: Path
+    trainer: ForkServerContext, dataset: Path, tmp_path: Path, disk: Disk
 ) -> None:
-    options = write_run(tmp_path, dataset) + ["--run_dir", str(small_disk / "run")]
-    checkpoints = small_disk / "run" / "checkpoints"
-    run(launcher("deepspeed", 2), options).check_succeeded()
-    assert sorted(path.name for path in checkpoints.glob("step_*")) == ["step_00000002", "step_00000004"]
+    options = write_run(tmp_path, dataset) + ["--run_dir", str(disk.folder / "run")]
+    checkpoints = disk.folder / "run" / "checkpoints"
+    run_alone(trainer, options, tmp_path / "first").check_succeeded()
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_00000002", "step_00000004"]
 
-    # As a kill -9 leaves it that came while the second was written.
-    (checkpoints / "step_00000004" / "manifest.json").unlink()
+    (checkpoints / "step_00000004" / "manifest.json").unlink()  # it is written last
     for file in checkpoints.glob("step_00000004/*"):
         os.truncate(file, 1000)
-    (checkpoints / "step_00000004").rename(checkpoints / ".tmp_step_00000004")
-    (checkpoints / "latest").write_text("step_00000002\n")
     before = digests(checkpoints / "step_00000002")
-    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 100_000))
-
-    ended = run(launcher("deepspeed", 2), options)
-    ended.check_refused("cannot save", "step_00000004", "No space left")
-    assert "resumed from" in ended.output and "step_00000002: step 2 of 4" in ended.output
+    ended = run(disk.fill() + launcher("deepspeed", 2), options)
+    ended.check_refused("cannot save", "step_00000004", disk.reason)
+    assert "step_00000002: step 2 of 4" in ended.output
     assert digests(checkpoints / "step_00000002") == before
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_00000002"]
+    assert not list(checkpoints.glob(".tmp*"))
 
-    (small_disk / "filler").unlink()
-    ended = run_alone(trainer, options, tmp_path / "output")  # on one rank: the layout may change
+    disk.empty()
+    ended = run_alone(trainer, options, tmp_path / "last")
     ended.check_succeeded()
     assert "step_00000002: step 2 of 4" in ended.output
+
+
+def test_a_changed_dataset_is_refused_at_a_resume_unless_it_is_allowed(
+    trainer: ForkServerContext, dataset: Path, corpus: Path, tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    made = ["--input", str(corpus), "--tokenizer", str(tokenizer_directory), "--output", str(other), "--validation-fraction", "0.2"]
+    assert prepare_data([*made, "--processes", "1"]) == 0
+    options = write_run(tmp_path, dataset)
+    run_alone(trainer, [*options, "--schedule.total_tokens", "256"], tmp_path / "first").check_succeeded()
+    before = digests(tmp_path / "run")
+
+    changed = [*options, "--schedule.total_tokens", "256", "--data.path", str(other)]
+    ended = run_alone(trainer, changed, tmp_path / "changed")
+    ended.check_refused("step_00000002 was made with dataset = ", "--checkpoint.allow_change '[\"dataset\"]'")
+    assert digests(tmp_path / "run") == before
+
+    longer = [*options, "--data.path", str(other), "--checkpoint.allow_change", '["dataset", "schedule"]']
+    run_alone(trainer, longer, tmp_path / "allowed").check_succeeded()
+    assert len(train_losses(tmp_path / "run")) == 4

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from deepspeed import DeepSpeedEngine
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]  # has no types
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from model.config import GRTConfig
 from pretrain.config import LogConfig, OptimConfig, RunConfig
