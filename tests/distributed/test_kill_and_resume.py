@@ -58,6 +58,7 @@ def kill_everything(job: subprocess.Popen[bytes]) -> None:
     """The launcher, both ranks and their data workers."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(job.pid, signal.SIGKILL)
+    assert isinstance(job.args, list)
     for process in psutil.process_iter(["cmdline"]):  # torchrun gives the ranks sessions of their own
         if job.args[-1] in (process.info["cmdline"] or []):
             with contextlib.suppress(psutil.NoSuchProcess):

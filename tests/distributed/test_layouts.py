@@ -32,7 +32,8 @@ def full_weight_digests(model: torch.nn.Module) -> dict[str, str]:
     """sha256 of each parameter, merged over data- and tensor-parallel ranks."""
     groups = ParallelGroups()
     digests = {}
-    for name, parameter in model.named_parameters():
+    parameters: dict[str, Any] = dict(model.named_parameters())  # with Megatron's attributes
+    for name, parameter in parameters.items():
         with deepspeed.zero.GatheredParameters(parameter):
             own = parameter.detach().clone()
         shards: list[Any] = [None] * groups.get_model_parallel_world_size()

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from model.parallel import initialize_model_parallel
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = Path(tmp_path_factory.mktemp("world")) / "store"
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
