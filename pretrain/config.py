@@ -182,6 +182,6 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[RunConfig, Path
         parsed = parser.parse_args(arguments)
     except ArgumentError as error:
         raise ValueError(f"{' '.join(str(error).split())}. `train.py --help` lists the settings.") from error
-    instantiated = parser.instantiate_classes(parsed)
+    instantiated = parser.instantiate(parsed)
     names = RunConfig.__dataclass_fields__
     return RunConfig(**{name: instantiated[name] for name in names}), parsed.ds_config
