@@ -248,7 +248,7 @@ def main() -> int:
     try:
         convert(checkpoint, arguments.output, DTYPES[arguments.dtype], arguments.tokenizer or checkpoint.parents[1] / "tokenizer")
     except (ExportError, CheckpointError, TokenizerError, OSError) as error:
-        print(f"convert_to_hf: {error}", file=sys.stderr)
+        print(f"cannot make {arguments.output}: {error}", file=sys.stderr)
         return 1
     print(f"Wrote {arguments.output}")
     return 0

@@ -1,5 +1,6 @@
 """Small models for the tests of the export: a checkpoint without a training run, a tokenizer, an exported model in memory."""
 
+import argparse
 import hashlib
 import json
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from model.config import GRTConfig
 from pretrain import checkpoint as checkpoint_format
+from tokenizer.documents import ReadOptions
 from tokenizer.tokenizer import load_tokenizer
 from tokenizer.train import train_tokenizer
 from tools.convert_to_hf import export_config, export_name, export_tensor
@@ -38,31 +40,24 @@ def small_config(**changes: Any) -> GRTConfig:
         "prelude_blocks": 1,
         "core_blocks": 2,
         "coda_blocks": 2,
+        "max_depth": 3,
     }
-    return GRTConfig(**(sizes | {"max_depth": 3} | changes))
+    return GRTConfig(**(sizes | changes))
 
 
 def exported_model(config: GRTConfig, parameters: dict[str, Tensor], dtype: torch.dtype, attention: str = "sdpa") -> GRTForCausalLM:
     """The exported code with the training model's weights, without files."""
     settings = export_config(config, torch.float32, eos_id=1, pad_id=2)
     model = GRTForCausalLM._from_config(ExportedConfig(**settings), attn_implementation=attention).to(dtype)
-    model.load_state_dict(
-        {export_name(name): export_tensor(name, value, config) for name, value in parameters.items()} | _head(parameters, config)
-    )
+    weights = {export_name(name): export_tensor(name, value, config) for name, value in parameters.items()}
+    model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     return model.eval()
 
 
-def _head(parameters: dict[str, Tensor], config: GRTConfig) -> dict[str, Tensor]:
-    return {"lm_head.weight": parameters["embedding.tokens.weight"][: config.vocab_size]}
-
-
 def train_small_tokenizer(directory: Path, vocab_size: int) -> Path:
-    """A SentencePiece tokenizer trained on this folder's Python files."""
-    from tokenizer.documents import ReadOptions
-
+    """A SentencePiece tokenizer trained on a module of the standard library."""
     directory.mkdir()
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    (directory / "tokenizer.model").write_bytes(train_tokenizer(files, vocab_size, ReadOptions()))
+    (directory / "tokenizer.model").write_bytes(train_tokenizer([Path(argparse.__file__)], vocab_size, ReadOptions()))
     return directory
 
 
