@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from model.config import GRTConfig
+from model.layers import rotary_embedding
 from tests.reference import random_parameters, reference_forward
 from tests.tools.exported import exported_model, small_config
-from tools.hf.modeling_grt import CACHE_NAME, GRTForCausalLM
+from tools.hf.modeling_grt import CACHE_NAME, GRTForCausalLM, rotary_angles
 
 TOKENS = torch.randint(300, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -55,6 +56,15 @@ def test_each_attention_implementation_equals_the_equations(attention: str, opti
     config, parameters, model = build(attention=attention, **options)
     expected = reference_forward(parameters, config, TOKENS, config.max_depth)
     torch.testing.assert_close(model(TOKENS).logits, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rotary_angles_are_those_of_training_bit_for_bit(dtype: torch.dtype) -> None:
+    positions = torch.arange(5000)[None]
+    _, _, model = build(torch.float32, **MODERN)
+    ours = torch.stack(rotary_angles(model.config, positions, dtype))  # [2, 1, 1, S, H]
+    training = rotary_embedding(positions, 8, 10000.0, dtype)  # [2, S, 1, 1, H]
+    assert torch.equal(ours.flatten(), training.flatten())
 
 
 @torch.no_grad()

@@ -41,10 +41,13 @@ def make_norm(config: GRTConfig, size: int) -> nn.Module:
 
 
 def rotary_angles(config: GRTConfig, position_ids: Tensor, dtype: torch.dtype) -> Rotary:
-    """cos and sin of position * theta^(-2 i / H), computed here and not in a buffer: `from_pretrained` does not restore those."""
+    """cos and sin of position / theta^(2 i / H), computed here and not in a buffer: `from_pretrained` does not restore those.
+
+    Rounded as in training: multiplying by the inverse instead moves the angle of position 2000 by 1e-4.
+    """
     size = config.hidden_size // config.num_attention_heads
-    exponent = torch.arange(0, size, 2, device=position_ids.device, dtype=at_least_float32(dtype)) / size
-    angle = position_ids[:, None, :, None] * config.rope_theta**-exponent  # [B, 1, S, H/2]
+    channels = torch.arange(0, size, 2, device=position_ids.device, dtype=at_least_float32(dtype))
+    angle = position_ids[:, None, :, None] / config.rope_theta ** (channels / size)  # [B, 1, S, H/2]
     angle = torch.cat([angle, angle], dim=-1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
