@@ -128,12 +128,11 @@ class MetricsLog:
         for recurrence, (mean, update) in enumerate(gate_statistics.tolist(), start=1):
             values |= {f"gate_mean/recurrence_{recurrence}": mean, f"update_size/recurrence_{recurrence}": update}
         mfu = f"  mfu {speed['mfu']:.1%}" if "mfu" in speed else ""
-        skipped = "  SKIPPED: the gradients are not finite" if values["step_skipped"] else ""
         self._write(
             progress.step,
             values,
             f"loss {loss:.4f}  depth {depth}  lr {learning_rate:.2e}  grad norm {values['gradient_norm']:.3f}  "
-            f"{speed['tokens_per_second']:,.0f} tokens/s{mfu}  memory {values['memory_gib']:.2f} GiB{skipped}",
+            f"{speed['tokens_per_second']:,.0f} tokens/s{mfu}  memory {values['memory_gib']:.2f} GiB",
         )
 
     def validation(self, step: int, losses: dict[int, float], full_depth: int) -> None:

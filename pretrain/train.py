@@ -142,6 +142,8 @@ def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, inde
             loss, statistics = train_step(engine, batches, depth, rate, device, due_log)
             progress = progress.after_step(config)
             speed.step(depth)
+            if not engine.was_step_applied():  # by DeepSpeed, on all ranks alike; everything but the weights advances
+                log.say(f"step {progress.step}/{total_steps}  SKIPPED: the gradients are not finite")
 
             if due_log:
                 reduced = average_over_data_parallel(torch.cat((loss[None], statistics.flatten())))
@@ -192,7 +194,6 @@ def average_over_data_parallel(values: Tensor) -> Tensor:
 
 def describe_run(config: RunConfig, ds_config: dict[str, Any], topology: Topology) -> None:
     """Writes what was run, with what, where: config.yaml, ds_config.json, environment.json, tokenizer/."""
-    config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.yaml").write_text(yaml.safe_dump(config.as_dict(), sort_keys=False))
     (config.run_dir / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
