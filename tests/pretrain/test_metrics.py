@@ -103,10 +103,9 @@ def test_a_dense_model_has_no_gains(run: RunConfig) -> None:
     assert rows(run) == [{"step": 0, "validation_loss/depth_0": 5.0}]
 
 
-def test_a_step_that_deepspeed_left_out_is_marked(run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_deepspeed_left_out_is_marked(run: RunConfig) -> None:
     write_steps(run, 0, 1, loss=2.5, applied=False)
     assert rows(run)[1]["step_skipped"] == 1
-    assert "SKIPPED: the gradients are not finite" in capsys.readouterr().out
 
 
 def test_rows_later_than_the_checkpoint_are_cut_at_a_resume(run: RunConfig) -> None:
