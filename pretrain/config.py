@@ -170,7 +170,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[RunConfig, Path
         prog="train.py",
         exit_on_error=False,
         allow_abbrev=False,  # else a misspelt --model.num_head would set num_heads
-        description="Pretrains a GRT: deepspeed pretrain/train.py --config configs/demo.yaml --ds_config configs/ds_zero3_fp32.json",
+        description="Pretrains a GRT: deepspeed pretrain/train.py --config configs/demo.yaml --ds_config configs/ds_zero3.json",
     )
     parser.add_argument("--config", action="config", help="YAML file with the settings below")
     parser.add_argument(

@@ -21,7 +21,7 @@ def load_ds_config(path: Path, config: RunConfig, data_parallel: int) -> dict[st
         FileNotFoundError: no such file.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"--ds_config {path} does not exist. configs/ds_zero3_bf16.json is one to start from.")
+        raise FileNotFoundError(f"--ds_config {path} does not exist. configs/ds_zero3.json is one to start from.")
     try:
         ds_config = json.loads(path.read_text())
     except json.JSONDecodeError as error:

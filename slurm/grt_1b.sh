@@ -16,7 +16,7 @@
 set -euo pipefail
 
 CONFIG=${CONFIG:-configs/grt_1b.yaml}
-DS_CONFIG=${DS_CONFIG:-configs/ds_zero3_bf16.json}
+DS_CONFIG=${DS_CONFIG:-configs/ds_zero3.json}
 TENSOR_PARALLEL=${TENSOR_PARALLEL:-1}
 PYTHON=${PYTHON:-.venv/bin/python}
 NODE_LOCAL=${SLURM_TMPDIR:-/tmp}/grt-$(id -un) # build caches: their locks hang on network file systems

@@ -10,7 +10,7 @@ from pretrain.config import RunConfig, parse_arguments
 from pretrain.ds_config import load_ds_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-DS_CONFIG = CONFIGS / "ds_zero3_bf16.json"
+DS_CONFIG = CONFIGS / "ds_zero3.json"
 
 
 @pytest.fixture

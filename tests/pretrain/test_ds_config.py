@@ -71,7 +71,7 @@ def test_auto_sizes_of_zero_hold_the_core(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_configs_we_ship_are_complete_and_have_no_auto_left(precision: Literal["fp32", "bf16"]) -> None:
     run = replace(RUN, optim=replace(RUN.optim, precision=precision))
-    ds_config = load_ds_config(REPOSITORY / "configs" / f"ds_zero3_{precision}.json", run, data_parallel=2)
+    ds_config = load_ds_config(REPOSITORY / "configs" / "ds_zero3.json", run, data_parallel=2)
     assert ds_config["bf16"]["enabled"] is (precision == "bf16")
     assert '"auto"' not in json.dumps(ds_config)
 
@@ -111,7 +111,7 @@ def test_a_batch_that_the_ranks_cannot_share_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_missing_or_not_a_json_object_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="absent.json does not exist. configs/ds_zero3_bf16.json"):
+    with pytest.raises(FileNotFoundError, match="absent.json does not exist. configs/ds_zero3.json"):
         load_ds_config(tmp_path / "absent.json", RUN, data_parallel=2)
     with pytest.raises(ValueError, match="ds.json holds a JSON list"):
         load_ds_config(write(tmp_path, []), RUN, data_parallel=2)
