@@ -2,7 +2,6 @@
 # make test    everything that a change must pass
 # make lint    ruff and mypy only
 # make nightly the slow tests
-# make bench   the figures of the README
 #
 # Settings, as in `make demo PYTHON=python3.12`:
 #   PYTHON  any Python from 3.11 on
@@ -16,7 +15,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: demo test lint nightly bench install
+.PHONY: demo test lint nightly install
 .DEFAULT_GOAL := demo
 
 demo: $(INSTALLED)
@@ -35,9 +34,6 @@ lint: $(INSTALLED)
 
 nightly: $(INSTALLED)
 	@$(BIN)/python -m pytest -m nightly
-
-bench: $(INSTALLED)
-	@set -e; for script in $(or $(wildcard benchmarks/*.py),$(error benchmarks/ holds no script yet)); do echo "== $$script"; $(BIN)/python $$script; done
 
 install: $(INSTALLED)
 

@@ -148,14 +148,9 @@ def train_batches(
     `P + (m * data_parallel_size + r) * micro_batch_size + [0, micro_batch_size)`.
 
     Raises:
-        DatasetError: at once, if the split has no full sequence; from the iterator, if a read finds damage.
-        ValueError: the global batch is not a whole number of micro-batches on every rank.
+        DatasetError: the split has no full sequence, or a read finds damage.
     """
-    if global_batch_size % (micro_batch_size * data_parallel_size):
-        raise ValueError(
-            f"global batch size {global_batch_size} is not a multiple of micro-batch size {micro_batch_size} x "
-            f"{data_parallel_size} data-parallel ranks"
-        )
+    assert global_batch_size % (micro_batch_size * data_parallel_size) == 0, "RunConfig.accumulation_steps refuses it"
     dataset = SequenceDataset(config, index, "train", seed)
     loader: DataLoader[Sequences | DatasetError] = DataLoader(
         dataset,
@@ -165,10 +160,6 @@ def train_batches(
         worker_init_fn=_shield_from_signals,
         generator=torch.Generator(),  # the loader draws a seed for its workers: not from the trainer's generator
     )
-    return _batches(loader)
-
-
-def _batches(loader: "DataLoader[Sequences | DatasetError]") -> Iterator[Batch]:
     for sequences in loader:
         if isinstance(sequences, DatasetError):
             raise sequences
@@ -182,8 +173,8 @@ def _as_it_is(batch: Any) -> Any:
 def _shield_from_signals(worker: int) -> None:
     """Replaces the handlers a worker inherits from the trainer.
 
-    Slurm signals every process of a job, and a terminal every process of the foreground. The trainer then saves a checkpoint and stops its
-    workers itself, so they stay alive. SIGTERM is ignored once only: Python ends workers with it when the trainer dies of an exception.
+    Slurm signals every process of a job, and a terminal every process of the foreground: what follows is the trainer's business, and
+    workers end with it. SIGTERM is ignored once only: Python ends workers with it when the trainer dies of an exception.
     """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -205,16 +196,12 @@ def validation_batches(
     They are read in the calling process: an evaluation is too short to pay for starting workers.
 
     Raises:
-        DatasetError: at once, if the split has no full sequence; from the iterator, if a read finds damage.
+        DatasetError: the split has no full sequence, or a read finds damage.
     """
     dataset = SequenceDataset(config, index, "validation", None)
     count = dataset.epoch_length if max_sequences is None else min(dataset.epoch_length, max_sequences)
-    return _validate(dataset, count, micro_batch_size, data_parallel_rank, data_parallel_size)
-
-
-def _validate(dataset: SequenceDataset, count: int, micro_batch_size: int, rank: int, ranks: int) -> Iterator[Batch]:
-    for first in range(0, count, micro_batch_size * ranks):
-        positions = first + rank * micro_batch_size + np.arange(micro_batch_size)
+    for first in range(0, count, micro_batch_size * data_parallel_size):
+        positions = first + data_parallel_rank * micro_batch_size + np.arange(micro_batch_size)
         batch = _to_batch(dataset.read(np.minimum(positions, count - 1)))
         batch.loss_mask[torch.from_numpy(positions >= count)] = False
         yield batch._replace(sequence=torch.from_numpy(positions))

@@ -6,6 +6,17 @@ from typing import Any
 
 from pretrain.config import RunConfig
 
+# What changes how ZeRO-3 splits the parameters, or the numbers in them, with the values that leave it off: the checkpoint format and the
+# exact resume rely on ZeRO-3's own split.
+OFF_VALUES: dict[str, tuple[Any, ...]] = {
+    "zero_optimization.mics_shard_size": (-1, 0),
+    "zero_optimization.zero_hpz_partition_size": (0, 1),
+    "zero_optimization.zero_quantized_weights": (False,),
+    "zero_optimization.zero_quantized_gradients": (False,),
+    "zero_optimization.zero_quantized_nontrainable_weights": (False,),
+    "torch_autocast.enabled": (False,),
+}
+
 
 def load_ds_config(path: Path, config: RunConfig, data_parallel: int) -> dict[str, Any]:
     """The dictionary for `deepspeed.initialize`.
@@ -30,10 +41,12 @@ def load_ds_config(path: Path, config: RunConfig, data_parallel: int) -> dict[st
         raise ValueError(f"--ds_config {path} holds a JSON {type(ds_config).__name__}; DeepSpeed's config is an object.")
     _refuse_unusable(ds_config, path)
     for key, value in _run_values(config, data_parallel).items():
-        _settle(ds_config, key.split("."), value, path)
+        _settle(ds_config, key, value, path)
     for key, value in _tuned_values(config).items():
-        if _get(ds_config, key.split(".")) == "auto":
-            _set(ds_config, key.split("."), value)
+        if _get(ds_config, key) == "auto":
+            _set(ds_config, key, value)
+    if _get(ds_config, "zero_optimization.overlap_comm") in (None, "auto"):
+        _set(ds_config, "zero_optimization.overlap_comm", False)  # DeepSpeed's own default, True, has had races
     left = list(_autos(ds_config))
     if left:
         raise ValueError(f"{path}: no value can be derived for {', '.join(left)}; give a number instead of 'auto'.")
@@ -68,17 +81,18 @@ def _tuned_values(config: RunConfig) -> dict[str, Any]:
 
 def _refuse_unusable(ds_config: dict[str, Any], path: Path) -> None:
     refusals = (
-        (_get(ds_config, ["zero_optimization", "stage"]) != 3, "zero_optimization.stage must be 3: the checkpoint format is ZeRO-3's"),
-        (_get(ds_config, ["fp16", "enabled"]) is True, "fp16 is not offered: use optim.precision bf16 or fp32"),
+        (_get(ds_config, "zero_optimization.stage") != 3, "zero_optimization.stage must be 3: the checkpoint format is ZeRO-3's"),
+        (_get(ds_config, "fp16.enabled") is True, "fp16 is not offered: use optim.precision bf16 or fp32"),
         ("bfloat16" in ds_config, "write 'bf16' for 'bfloat16', the name that DeepSpeed has left behind"),
         ("scheduler" in ds_config, "remove 'scheduler': the learning rate comes from the run config's schedule section"),
         ("optimizer" in ds_config, "remove 'optimizer': AdamW comes from the run config's optim section"),
         (
-            any(
-                _get(ds_config, ["zero_optimization", key, "device"]) not in (None, "none")
-                for key in ("offload_optimizer", "offload_param")
-            ),
+            any(_get(ds_config, f"zero_optimization.{key}.device") not in (None, "none") for key in ("offload_optimizer", "offload_param")),
             "remove offload_optimizer and offload_param: offloading is not offered",
+        ),
+        *(
+            (_get(ds_config, key) not in (None, *off), f"remove {key}: it changes what checkpoints and exact resume rely on")
+            for key, off in OFF_VALUES.items()
         ),
     )
     for refused, reason in refusals:
@@ -86,31 +100,31 @@ def _refuse_unusable(ds_config: dict[str, Any], path: Path) -> None:
             raise ValueError(f"{path}: {reason}.")
 
 
-def _settle(ds_config: dict[str, Any], key: list[str], value: Any, path: Path) -> None:
+def _settle(ds_config: dict[str, Any], key: str, value: Any, path: Path) -> None:
     """Fills a missing or "auto" setting; any other value must agree."""
-    section = ds_config.get(key[0])
-    if len(key) > 1 and section is not None and not isinstance(section, dict):
-        raise ValueError(f"{path}: {key[0]} is {section!r}; it must be an object, as in {{{key[0]!r}: {{{key[1]!r}: {value!r}}}}}.")
+    section, _, name = key.partition(".")
+    given = ds_config.get(section)
+    if name and given is not None and not isinstance(given, dict):
+        raise ValueError(f"{path}: {section} is {given!r}; it must be an object, as in {{{section!r}: {{{name!r}: {value!r}}}}}.")
     given = _get(ds_config, key)
     if given is None or given == "auto":
         _set(ds_config, key, value)
     elif given != value:
-        raise ValueError(
-            f"{path} says {'.'.join(key)} = {given!r}, but the run config makes it {value!r}. Change one, or write auto in the JSON."
-        )
+        raise ValueError(f"{path} says {key} = {given!r}, but the run config makes it {value!r}. Change one, or write auto in the JSON.")
 
 
-def _get(tree: dict[str, Any], key: list[str]) -> Any:
+def _get(tree: dict[str, Any], key: str) -> Any:
     value: Any = tree
-    for part in key:
+    for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
 
-def _set(tree: dict[str, Any], key: list[str], value: Any) -> None:
-    for part in key[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[key[-1]] = value
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[name] = value
 
 
 def _autos(tree: dict[str, Any], prefix: str = "") -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenizer.tokenizer import files_sha256
+from tokenizer.fingerprint import files_sha256
 
 FORMAT = "grt-shards"
 VERSION = 1

@@ -5,7 +5,6 @@ pieces never come out of `encode`. Text that spells `<|endoftext|>` is encoded a
 together adds `eos_id`.
 """
 
-import hashlib
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -15,6 +14,8 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from tokenizer.fingerprint import files_sha256
+
 SENTENCEPIECE_FILES = ("tokenizer.model",)
 GPT2_FILES = ("encoder.json", "vocab.bpe")
 END_OF_TEXT = "<|endoftext|>"
@@ -22,14 +23,6 @@ END_OF_TEXT = "<|endoftext|>"
 
 class TokenizerError(Exception):
     """A tokenizer directory that cannot be used; the message is for a person."""
-
-
-def files_sha256(files: Iterable[Path]) -> str:
-    """Hex sha256 of the files' bytes, one after the other: a tokenizer's fingerprint."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 class Tokenizer(ABC):

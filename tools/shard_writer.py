@@ -5,6 +5,7 @@ moved into place at the end, `index.json` last, so that a directory with an inde
 """
 
 import hashlib
+import json
 import os
 import shutil
 import tarfile
@@ -31,7 +32,8 @@ from tokenizer.tokenizer import Tokenizer
 
 TAR_BLOCK = 512  # a tar's headers and contents start at multiples of it
 TAR_END = bytes(2 * TAR_BLOCK)
-PARTIAL = ".partial"
+PARTIAL = ".partial"  # being written
+COMPLETE = ".complete"  # written, to be moved into place
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -156,8 +158,28 @@ class _ShardFile:
         self._size += len(data)
 
 
+def move_into_place(directory: Path) -> None:
+    """Replaces the dataset in `directory`, if any, by the one in its folder COMPLETE. Goes on where an earlier call was killed."""
+    complete = directory / COMPLETE
+    content = json.loads((complete / "index.json").read_bytes())
+    shards = {shard["name"] for split in content["splits"].values() for shard in split["shards"]}
+    (directory / "index.json").unlink(missing_ok=True)  # first out, last in
+    for split in SPLITS:
+        for old in directory.glob(f"{split}-*.tar"):
+            if old.name not in shards:
+                old.unlink()
+    for path in sorted(complete.iterdir(), key=lambda path: path.name == "index.json"):
+        target = directory / path.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        path.rename(target)
+    complete.rmdir()
+
+
 class DatasetWriter:
     """A dataset directory in the making; a context manager that leaves either a complete dataset or what was there before.
+
+    Cut short while `finish` moves files, it leaves neither for the moment: the next writer for the directory ends the move first.
 
     Raises:
         DatasetError: `directory` holds a dataset and `overwrite` is False, holds something else, or is being written by another process.
@@ -176,6 +198,8 @@ class DatasetWriter:
     def _check_target(self, overwrite: bool) -> None:
         if not self.directory.exists():
             return
+        if (self.directory / COMPLETE / "index.json").exists():
+            move_into_place(self.directory)
         if (self.directory / PARTIAL).exists():
             raise DatasetError(
                 f"{self.directory / PARTIAL} exists: another command is writing there, or one was killed; then remove it and run again"
@@ -212,10 +236,5 @@ class DatasetWriter:
             write_synced(self._partial / TOKENIZER_FOLDER / file.name, file.read_bytes())
         write_synced(self._partial / "index.json", index_json(content))
 
-        (self.directory / "index.json").unlink(missing_ok=True)  # first out, last in
-        for name in (*(f"{split}-*.tar" for split in SPLITS), *map(columns_file, SPLITS)):
-            for old in self.directory.glob(name):
-                old.unlink()
-        shutil.rmtree(self.directory / TOKENIZER_FOLDER, ignore_errors=True)
-        for path in sorted(self._partial.iterdir(), key=lambda path: path.name == "index.json"):
-            path.rename(self.directory / path.name)
+        self._partial.rename(self.directory / COMPLETE)  # from here on the new dataset is the one that stays
+        move_into_place(self.directory)

@@ -30,6 +30,7 @@ FILLED = {
     "bf16": {"enabled": True},
     "fp16": {"enabled": False},
     "data_types": {"grad_accum_dtype": "fp32"},
+    "zero_optimization": {"stage": 3, "overlap_comm": False},
 }
 
 
@@ -45,16 +46,17 @@ def load(folder: Path, content: dict[str, Any], run: RunConfig = RUN) -> dict[st
 
 
 def test_missing_settings_come_from_the_run_config(tmp_path: Path) -> None:
-    assert load(tmp_path, {}) == FILLED | {"zero_optimization": {"stage": 3}}
+    assert load(tmp_path, {}) == FILLED
 
 
 def test_auto_settings_come_from_the_run_config(tmp_path: Path) -> None:
     auto: dict[str, Any] = {name: dict.fromkeys(value, "auto") if isinstance(value, dict) else "auto" for name, value in FILLED.items()}
-    assert load(tmp_path, auto) == FILLED | {"zero_optimization": {"stage": 3}}
+    assert load(tmp_path, auto | {"zero_optimization": {"stage": 3, "overlap_comm": "auto"}}) == FILLED
 
 
 def test_agreeing_settings_and_settings_of_deepspeeds_own_stay_as_they_are(tmp_path: Path) -> None:
-    own = {"wall_clock_breakdown": True, "zero_optimization": {"stage": 3, "reduce_bucket_size": 7, "offload_param": {"device": "none"}}}
+    zero = {"stage": 3, "reduce_bucket_size": 7, "overlap_comm": True, "offload_param": {"device": "none"}, "zero_hpz_partition_size": 1}
+    own = {"wall_clock_breakdown": True, "zero_optimization": zero, "torch_autocast": {"enabled": False}}
     assert load(tmp_path, FILLED | own) == FILLED | own
 
 
@@ -95,6 +97,15 @@ def test_the_configs_we_ship_are_complete_and_have_no_auto_left(precision: Liter
         ({"scheduler": {"type": "WarmupLR"}}, "remove 'scheduler'"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, "remove offload_optimizer"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "remove offload_optimizer and offload_param"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "remove zero_optimization.mics_shard_size"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "remove zero_optimization.zero_hpz_partition_size"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "remove zero_optimization.zero_quantized_weights"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "remove zero_optimization.zero_quantized_gradients"),
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
+            "remove zero_optimization.zero_quantized_nontrainable_weights",
+        ),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "remove torch_autocast.enabled"),
         ({"zero_optimization": {"stage": 3, "sub_group_size": "auto"}}, "no value can be derived for zero_optimization.sub_group_size"),
     ],
 )

@@ -19,6 +19,7 @@ from tests.conftest import DATASET_ARGUMENTS
 from tokenizer.tokenizer import load_tokenizer
 from tools import prepare_data
 from tools.prepare_data import main
+from tools.shard_writer import DatasetWriter
 
 Files = dict[str, bytes]
 
@@ -126,6 +127,46 @@ def test_a_failing_overwrite_keeps_the_old_dataset(run: Callable[..., int], tmp_
     (tmp_path / "bad.txt").write_bytes(b"\xff")
     assert run("--overwrite", "--input", str(tmp_path / "bad.txt")) == 1
     assert files(tmp_path / "out") == first
+
+
+@pytest.mark.parametrize("moves", [1, 4, 8])
+def test_an_overwrite_killed_at_any_move_is_ended_by_the_next_command(
+    run: Callable[..., int], dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], moves: int
+) -> None:
+    assert run() == 0
+    overwrite = ["--shard-tokens", "30000", "--overwrite"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", KilledAfter(moves))
+        patch.setattr(DatasetWriter, "__exit__", lambda *_: None)  # SIGKILL runs none
+        with pytest.raises(Killed):
+            run(*overwrite)
+    assert not (tmp_path / "out" / "index.json").exists()
+    assert run() == 1
+    assert "already holds a dataset" in capsys.readouterr().err
+    ended = files(tmp_path / "out")
+    open_dataset(tmp_path / "out")
+    assert run(*overwrite) == 0
+    assert files(tmp_path / "out") == ended != files(dataset)
+
+
+class Killed(BaseException):
+    """No handler of the command catches it."""
+
+
+class KilledAfter:
+    """`Path.rename` for a process that ends after some calls."""
+
+    def __init__(self, calls: int) -> None:
+        self.left, self.rename = calls, Path.rename
+
+    def __get__(self, path: Path, _: type) -> Callable[[Path], Path]:
+        def rename(target: Path) -> Path:
+            if not self.left:
+                raise Killed
+            self.left -= 1
+            return self.rename(path, target)
+
+        return rename
 
 
 def test_a_folder_of_other_things_is_never_written_to(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
