@@ -20,7 +20,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from pretrain.checkpoint import find_newest
+from pretrain.checkpoint_reader import find_newest
 from pretrain.config import RunConfig, parse_arguments
 from pretrain.data import validation_batches
 from pretrain.shards import Index, open_dataset

@@ -1,48 +1,43 @@
-"""Checkpoints of a run: saving and loading a ZeRO-3 engine, and reading a checkpoint without ranks.
+"""Saving a ZeRO-3 engine's state as a checkpoint, and loading one of any layout into an engine. Called by every rank.
 
-Not here: when to save, what a resume may change, DeepSpeed's own checkpoint files. A checkpoint is a directory
-`step_00001000` on a file system that every rank sees: the files of torch.distributed.checkpoint, and `manifest.json`,
-which is written last and lists them. The layout is not in the format: each parameter's fp32 master and Adam moments are
-flat tensors `kind/name` of shape [numel], or [tensor parallel size, numel of a shard], cut over the data-parallel ranks.
+Not here: the format and reading it without an engine (checkpoint_reader.py), when to save, what a resume may change,
+DeepSpeed's own checkpoint files. Each rank writes what it owns: a parameter's flat tensor, or its flat tensor-parallel shard,
+is cut over the data-parallel ranks as ZeRO-3 cuts it. Where something fails on one rank, every rank raises the same error.
 """
 
 import contextlib
-import hashlib
 import json
-import logging
 import math
 import os
 import shutil
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from deepspeed import DeepSpeedEngine
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.futures import Future
 
-if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and reading a checkpoint does not need it
-    from deepspeed import DeepSpeedEngine
+from pretrain.checkpoint_reader import (
+    FORMAT,
+    KINDS,
+    LATEST,
+    MANIFEST,
+    CheckpointError,
+    CheckpointReader,
+    file_sha256,
+    is_complete,
+    sign_manifest,
+)
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-LATEST = "latest"
 TEMPORARY = ".tmp_"  # what begins so is rubbish: a save or a removal that did not end
-KINDS: dict[str, str | None] = {"master": None, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # and DeepSpeed's key of each
-
-logger = logging.getLogger(__name__)
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved, found whole, or loaded; the message names it and the cause. Raised on every rank."""
 
 
 class Zero3Parameter(Protocol):
@@ -59,7 +54,7 @@ class Zero3Parameter(Protocol):
 
 
 def save_checkpoint(
-    engine: "DeepSpeedEngine",
+    engine: DeepSpeedEngine,
     directory: Path,
     progress: dict[str, int],
     config: dict[str, Any],
@@ -70,6 +65,7 @@ def save_checkpoint(
 
     The checkpoint appears complete or not at all. `config` and `identity` are kept in the manifest as they are. Once the
     new checkpoint is complete, earlier ones are removed but for the newest `keep` (the new one counted; None: all stay).
+    Incomplete ones, which somebody has damaged, are neither counted nor removed.
 
     Raises:
         CheckpointError: on every rank, when one of them could not write; earlier checkpoints are as they were.
@@ -133,12 +129,12 @@ def _hash_own_files(folder: Path) -> dict[str, dict[str, int | str]]:
     paths = sorted(folder.glob(f"__{rank}_*"))
     if rank == 0:
         paths.append(folder / ".metadata")
-    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
+    return {path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in paths}
 
 
 def _publish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Makes the written files a checkpoint. The order is what survives a crash: contents, manifest, name, `latest`."""
-    _write_synced(temporary / MANIFEST, json.dumps(_signed(manifest), indent=1))
+    _write_synced(temporary / MANIFEST, json.dumps(sign_manifest(manifest), indent=1))
     _sync(temporary)
     if final.exists():  # the run went back to an earlier checkpoint and came here again
         _discard(final)
@@ -150,7 +146,7 @@ def _publish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
 
 
 def _remove_older(newest: Path, keep: int) -> None:
-    older = sorted(path for path in newest.parent.glob("step_*") if path.name < newest.name)
+    older = sorted(path for path in newest.parent.glob("step_*") if path.name < newest.name and is_complete(path))
     for path in older[: max(len(older) - (keep - 1), 0)]:
         _discard(path)
 
@@ -173,7 +169,7 @@ def _remove_leftovers(directory: Path) -> None:
 # ---- loading ----
 
 
-def load_checkpoint(engine: "DeepSpeedEngine", checkpoint: Path) -> dict[str, int]:
+def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Path) -> dict[str, int]:
     """Puts a checkpoint of any layout into the engine and returns the `progress` it was saved with. Called by every rank.
 
     Restored: fp32 masters, Adam moments and step count, the low-precision weights, also those kept gathered. The files'
@@ -188,8 +184,10 @@ def load_checkpoint(engine: "DeepSpeedEngine", checkpoint: Path) -> dict[str, in
         reader = CheckpointReader(checkpoint)
         parameters = _parameters(engine)
         _require_same_parameters(reader.manifest["parameters"], _describe(parameters, layout))
-        reader.verify(sorted(reader.manifest["files"])[dist.get_rank() :: dist.get_world_size()])
         partitions = _empty_partitions(parameters, layout)
+    remedy = f"remove it or move it out of {checkpoint.parent}, and the same command goes on from the checkpoint before it"
+    with _every_rank(f"cannot load {checkpoint} ({remedy}; if checkpoint.resume names it, name another)"):
+        reader.verify(sorted(reader.manifest["files"])[dist.get_rank() :: dist.get_world_size()])
     with _every_rank(f"cannot load {checkpoint}"):
         if reader.manifest["tensor_parallel"] == layout.tensor_size:
             dcp.load(partitions, storage_reader=dcp.FileSystemReader(checkpoint))
@@ -211,7 +209,7 @@ def _require_same_parameters(saved: dict[str, Any], model: dict[str, Any]) -> No
 
 
 def _read_other_layout(
-    reader: "CheckpointReader", parameters: dict[str, Zero3Parameter], partitions: dict[str, DTensor], layout: "Layout"
+    reader: CheckpointReader, parameters: dict[str, Zero3Parameter], partitions: dict[str, DTensor], layout: "Layout"
 ) -> None:
     """Fills the partitions from a checkpoint of another tensor-parallel size: one full tensor at a time in memory."""
     for name, parameter in parameters.items():
@@ -222,81 +220,6 @@ def _read_other_layout(
                 tensor = tensor.chunk(layout.tensor_size, dim)[layout.tensor_rank]
             own = partitions[f"{kind}/{name}"].to_local()
             own.copy_(tensor.flatten()[layout.own_range(parameter)].view_as(own))
-
-
-# ---- reading without ranks ----
-
-
-class CheckpointReader:
-    """A complete checkpoint, read without an engine or ranks.
-
-    `manifest` has format, step, optimizer_step, progress, config, identity, tensor_parallel (the size it was saved
-    with), parameters {name: {shape: the full one, tensor_parallel_dim: int or None}}, files {name: {bytes, sha256}}.
-
-    Raises:
-        CheckpointError: there is no manifest, it is damaged or of another format, or a file is missing or of a wrong size.
-    """
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
-        self.manifest = _read_manifest(checkpoint / MANIFEST)
-        for name, file in self.manifest["files"].items():
-            path = checkpoint / name
-            if not path.is_file():
-                raise CheckpointError(f"the checkpoint is incomplete: {path} is missing")
-            if path.stat().st_size != file["bytes"]:
-                raise CheckpointError(f"the checkpoint is damaged: {path} has {path.stat().st_size} bytes, not {file['bytes']}")
-        self._storage = _StorageReader(checkpoint)
-
-    def names(self) -> list[str]:
-        """The parameters' names."""
-        return list(self.manifest["parameters"])
-
-    def verify(self, files: Iterable[str] | None = None) -> None:
-        """Hashes `files` (None: all) and raises CheckpointError naming one whose bytes are not those written."""
-        for name in self.manifest["files"] if files is None else files:
-            if _sha256(self.checkpoint / name) != self.manifest["files"][name]["sha256"]:
-                raise CheckpointError(f"the checkpoint is damaged: {self.checkpoint / name} does not match its sha256; use another one")
-
-    def read(self, name: str, kind: str = "master") -> torch.Tensor:
-        """The parameter's full tensor, fp32, tensor-parallel shards merged; kind: master, exp_avg or exp_avg_sq."""
-        parameter = self.manifest["parameters"][name]
-        shape, dim = parameter["shape"], parameter["tensor_parallel_dim"]
-        shards = 1 if dim is None else self.manifest["tensor_parallel"]
-        numel = math.prod(shape) // shards
-        stored = torch.empty((numel,) if dim is None else (shards, numel))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*single process")  # which is what is meant here
-            dcp.load({f"{kind}/{name}": stored}, storage_reader=self._storage, no_dist=True)
-        if dim is None:
-            return stored.view(shape)
-        shard_shape = [size // shards if index == dim else size for index, size in enumerate(shape)]
-        return torch.cat([shard.view(shard_shape) for shard in stored], dim)
-
-
-class _StorageReader(dcp.FileSystemReader):
-    """DCP's, but its index is unpickled once and not at each read: it takes seconds where many ranks wrote many tensors."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if not hasattr(self, "_metadata"):
-            self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata
-
-
-def find_newest(directory: Path) -> Path | None:
-    """The complete checkpoint that `latest` names, else the complete one of the highest step, else None.
-
-    `latest` goes first because a run that went back to an earlier checkpoint leaves higher steps of an abandoned course.
-    """
-    candidates = sorted(directory.glob("step_*"), reverse=True)
-    if (directory / LATEST).is_file():
-        candidates.insert(0, directory / (directory / LATEST).read_text().strip())
-    for candidate in candidates:
-        try:
-            return CheckpointReader(candidate).checkpoint
-        except CheckpointError as error:
-            logger.warning("ignored %s: %s", candidate, error)
-    return None
 
 
 # ---- the engine's side: parameters and their partitions ----
@@ -313,7 +236,7 @@ class Layout:
     mesh: DeviceMesh
 
     @classmethod
-    def of(cls, engine: "DeepSpeedEngine") -> "Layout":
+    def of(cls, engine: DeepSpeedEngine) -> "Layout":
         tensor, data = engine.mpu.get_model_parallel_group(), engine.mpu.get_data_parallel_group()
         tensor_size, data_size = dist.get_world_size(tensor), dist.get_world_size(data)
         ranks = torch.arange(tensor_size * data_size).view(data_size, tensor_size).T  # Megatron: tensor ranks are neighbours
@@ -336,7 +259,7 @@ class Layout:
         return DTensor.from_local(own.view(1, -1), self.mesh, (Shard(0), Shard(1)), run_check=False, shape=shape, stride=(numel, 1))
 
 
-def _parameters(engine: "DeepSpeedEngine") -> dict[str, Zero3Parameter]:
+def _parameters(engine: DeepSpeedEngine) -> dict[str, Zero3Parameter]:
     """The engine's parameters by name, after a check that it is of the kind whose state can be saved."""
     if engine.zero_optimization_stage() != 3:
         raise CheckpointError(
@@ -366,14 +289,14 @@ def _describe(parameters: dict[str, Zero3Parameter], layout: Layout) -> dict[str
     return described
 
 
-def _read_partitions(engine: "DeepSpeedEngine", parameters: dict[str, Zero3Parameter], layout: Layout) -> dict[str, DTensor]:
+def _read_partitions(engine: DeepSpeedEngine, parameters: dict[str, Zero3Parameter], layout: Layout) -> dict[str, DTensor]:
     """The engine's state, `kind/name` to a tensor on the CPU that shares memory with the engine's where that is there too."""
     _adam_states(engine)
     partitions = {}
     for name, parameter in parameters.items():
         own = layout.own_range(parameter)
-        for kind, key in KINDS.items():
-            padded = engine.optimizer.get_local_fp32_param(parameter, key).detach()
+        for kind in KINDS:
+            padded = engine.optimizer.get_local_fp32_param(parameter, _state_key(kind)).detach()
             partitions[f"{kind}/{name}"] = layout.distribute(padded[: own.stop - own.start].cpu(), parameter)
     return partitions
 
@@ -388,7 +311,7 @@ def _empty_partitions(parameters: dict[str, Zero3Parameter], layout: Layout) -> 
 
 
 def _write_partitions(
-    engine: "DeepSpeedEngine", parameters: dict[str, Zero3Parameter], partitions: dict[str, DTensor], optimizer_step: int
+    engine: DeepSpeedEngine, parameters: dict[str, Zero3Parameter], partitions: dict[str, DTensor], optimizer_step: int
 ) -> None:
     """Puts the partitions into the engine.
 
@@ -400,16 +323,21 @@ def _write_partitions(
     for state in _adam_states(engine):
         state["step"].fill_(optimizer_step)
     for name, parameter in parameters.items():
-        for kind, key in KINDS.items():
+        for kind in KINDS:
             own = partitions[f"{kind}/{name}"].to_local().flatten()
             padding = parameter.ds_tensor.numel() - own.numel()
-            optimizer.set_local_hp_param(torch.nn.functional.pad(own, (0, padding)), parameter, key)
+            optimizer.set_local_hp_param(torch.nn.functional.pad(own, (0, padding)), parameter, _state_key(kind))
     for sub_group in range(len(optimizer.fp16_groups)):
         optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)  # as after a step: master to low precision
     optimizer.checkpoint_event_epilogue()  # gathers again what is kept resident
 
 
-def _adam_states(engine: "DeepSpeedEngine") -> list[dict[str, torch.Tensor]]:
+def _state_key(kind: str) -> str | None:
+    """What DeepSpeed calls it in the optimizer's state; the master is no part of that."""
+    return None if kind == "master" else kind
+
+
+def _adam_states(engine: DeepSpeedEngine) -> list[dict[str, torch.Tensor]]:
     """Adam's state of each flat partition; made as Adam would make it where there has been no step yet."""
     optimizer = engine.optimizer.optimizer
     on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
@@ -423,7 +351,7 @@ def _adam_states(engine: "DeepSpeedEngine") -> list[dict[str, torch.Tensor]]:
     return states
 
 
-def _optimizer_step(engine: "DeepSpeedEngine") -> int:
+def _optimizer_step(engine: DeepSpeedEngine) -> int:
     """Adam's step count: behind the run's where steps were skipped."""
     return int(_adam_states(engine)[0]["step"])
 
@@ -460,32 +388,6 @@ def _explain(error: BaseException) -> str:
     if isinstance(error, CheckpointError | OSError):
         return str(error)
     return f"{type(error).__name__}: {error}"
-
-
-def _signed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with its own sha256, so that damage to it shows too."""
-    plain = json.loads(json.dumps(manifest))
-    return plain | {"sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()}
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"no complete checkpoint: {path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint is damaged: {path} cannot be read ({error})") from error
-    digest = manifest.pop("sha256", None) if isinstance(manifest, dict) else None
-    if digest is None or _signed(manifest)["sha256"] != digest:
-        raise CheckpointError(f"the checkpoint is damaged: {path} does not match its own sha256; use another one")
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(f"{path} is of format {manifest['format']}, and this version reads format {FORMAT}")
-    return manifest
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -53,7 +53,9 @@ class ParallelConfig:
 class CheckpointConfig:
     every_steps: int = 1000  # the last step is always saved
     keep: int | None = None  # how many of the newest to keep; null keeps all
-    resume: str = "auto"  # auto: the newest complete one in run_dir, or a fresh start; none: a fresh start; or a checkpoint's path
+    # auto: the newest complete one in run_dir, or a fresh start; none: a fresh start, refused where run_dir has one; or a checkpoint's
+    # path: the start as long as run_dir has none of its own, then as auto
+    resume: str = "auto"
     allow_change: list[str] = field(default_factory=list)  # settings that may differ from the checkpoint's, e.g. schedule.total_tokens
 
     def __post_init__(self) -> None:

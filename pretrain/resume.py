@@ -1,5 +1,6 @@
 """Where a run starts: fresh or from a checkpoint, and whether that checkpoint fits the settings.
 
+A command that is started again goes on from the newest checkpoint of its run directory, so that a requeued job needs no other one.
 Layout, logging, evaluation and checkpointing may change at a resume. Everything that the losses depend on must agree, or be
 named in `checkpoint.allow_change`.
 """
@@ -8,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint import CheckpointReader, find_newest
+from pretrain.checkpoint_reader import CheckpointReader, find_newest
 from pretrain.config import RunConfig
 from pretrain.shards import Index
 
@@ -47,26 +48,18 @@ def identity(config: RunConfig, index: Index) -> dict[str, str | int]:
 def find_checkpoint(config: RunConfig, current: dict[str, str | int]) -> Path | None:
     """The checkpoint to resume from, checked against this run's identity; None for a fresh start.
 
+    It is the newest complete one of the run directory. While that has none, it is the one that checkpoint.resume names, if any.
+
     Raises:
         ValueError: there is none where one was asked for, the run directory would be overwritten, or a setting differs.
     """
-    directory = config.run_dir / "checkpoints"
-    newest = find_newest(directory)
-    if config.checkpoint.resume == "none":
-        if newest is not None:
-            raise ValueError(f"{config.run_dir} holds checkpoints, up to {newest.name}. Choose another run_dir, or checkpoint.resume auto.")
+    resume = config.checkpoint.resume
+    newest = find_newest(config.run_dir / "checkpoints")
+    if resume == "none" and newest is not None:
+        raise ValueError(f"{config.run_dir} holds checkpoints, up to {newest.name}. Choose another run_dir, or checkpoint.resume auto.")
+    if resume in ("none", "auto") and newest is None:
         return None
-    if config.checkpoint.resume == "auto":
-        chosen = newest
-        if chosen is None:
-            return None
-    else:
-        chosen = Path(config.checkpoint.resume)
-        if newest is not None and chosen.resolve() != newest.resolve():
-            raise ValueError(
-                f"{config.run_dir} already has checkpoints, up to {newest.name}: go on from that one with checkpoint.resume auto, or "
-                f"choose another run_dir to go on from {chosen}."
-            )
+    chosen = newest or Path(resume)
     _check_identity(CheckpointReader(chosen).manifest["identity"], current, config.checkpoint.allow_change, chosen)
     return chosen
 

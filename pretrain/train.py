@@ -25,7 +25,8 @@ from torch import Tensor
 from model.apex import nvidia_apex_available
 from model.depth import sample_depth
 from model.parallel import ParallelGroups
-from pretrain.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from pretrain.checkpoint import load_checkpoint, save_checkpoint
+from pretrain.checkpoint_reader import CheckpointError
 from pretrain.config import RunConfig, parse_arguments
 from pretrain.data import Batch, sequences_per_shard, train_batches, validation_batches
 from pretrain.ds_config import load_ds_config

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from model.config import GRTConfig
-from pretrain.checkpoint import CheckpointError, CheckpointReader
+from pretrain.checkpoint_reader import CheckpointError, CheckpointReader
 from tokenizer.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from tools.export_check import ExportError, check_export
 from tools.safetensors_stream import TensorPlan, write_shards

@@ -19,7 +19,8 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from pretrain import checkpoint as checkpoint_module
-from pretrain.checkpoint import CheckpointError, find_newest, load_checkpoint, save_checkpoint
+from pretrain.checkpoint import load_checkpoint, save_checkpoint
+from pretrain.checkpoint_reader import CheckpointError, find_newest
 from tests import toy_engine
 from tests.ranks import RankError, run_ranks
 
@@ -203,6 +204,10 @@ def _failing_saves(folder: Path, small_disk: Path | None) -> dict[str, Any]:
     for step in (2, 3, 4):
         _save(engine, folder, step, keep=2)
     found["kept"] = sorted(os.listdir(folder))
+    if torch.distributed.get_rank() == 0:
+        (folder / "step_00000004" / "manifest.json").unlink()
+    _save(engine, folder, 5, keep=2)
+    found["kept beside an incomplete one"] = sorted(os.listdir(folder))
     _save(engine, folder, 3, keep=2)  # as a run that was resumed from step 2
     torch.distributed.barrier()
     found["back"] = str(find_newest(folder))
@@ -250,6 +255,8 @@ def failing_saves(trouble: list[tuple[dict[str, str], dict[str, Any]]]) -> list[
     ("case", "expected"),
     [
         ("damaged", "damaged/__1_0.distcp does not match its sha256"),
+        ("damaged", "/damaged (remove it or move it out of /"),
+        ("damaged", ", and the same command goes on from the checkpoint before it; if checkpoint.resume names it, name another)"),
         ("short", "short/__1_0.distcp has 1000 bytes, not"),
         ("absent", "step_00000009/manifest.json is missing"),
         ("shape", "the parameter head.weight is [3, 5] in it and [4, 5] in the model"),
@@ -281,6 +288,11 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoints(failing_saves: 
 
 def test_keep_removes_older_checkpoints_only(failing_saves: list[dict[str, Any]]) -> None:
     assert failing_saves[0]["kept"] == ["latest", "step_00000003", "step_00000004"]
+
+
+def test_incomplete_checkpoints_do_not_count_towards_keep(failing_saves: list[dict[str, Any]]) -> None:
+    complete, incomplete = {"step_00000003", "step_00000005"}, {"step_00000004"}
+    assert set(failing_saves[0]["kept beside an incomplete one"]) == complete | incomplete | {"latest"}
 
 
 def test_a_run_that_went_back_continues_from_what_it_saved_last(failing_saves: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from pretrain.checkpoint import CheckpointReader
+from pretrain.checkpoint_reader import CheckpointReader
 from tests.ranks import REPOSITORY
 
 STEPS, SAVE_EVERY = 30, 6

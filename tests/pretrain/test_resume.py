@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from model.config import GRTConfig
-from pretrain.checkpoint import FORMAT, MANIFEST, CheckpointError, _signed
+from pretrain.checkpoint_reader import FORMAT, LATEST, MANIFEST, CheckpointError, sign_manifest
 from pretrain.config import CheckpointConfig, EvalConfig, LogConfig, OptimConfig, ParallelConfig, RunConfig
 from pretrain.data import DataConfig
 from pretrain.resume import Progress, find_checkpoint, identity
@@ -41,7 +41,7 @@ def save(run: RunConfig, step: int) -> Path:
     path = run.run_dir / "checkpoints" / f"step_{step:08d}"
     path.mkdir(parents=True)
     manifest = {"format": FORMAT, "step": step, "identity": current(run), "files": {}, "parameters": {}}
-    (path / MANIFEST).write_text(json.dumps(_signed(manifest)))
+    (path / MANIFEST).write_text(json.dumps(sign_manifest(manifest)))
     return path
 
 
@@ -78,16 +78,33 @@ def test_existing_checkpoints_are_not_overwritten_by_a_fresh_start(run: RunConfi
         find(resume(run, "none"))
 
 
-def test_a_named_checkpoint_starts_a_run_elsewhere_and_never_mixes_with_a_newer_one(run: RunConfig, tmp_path: Path) -> None:
-    old = save(run, 9)
-    newest = save(run, 10)
-    elsewhere = replace(run, run_dir=tmp_path / "elsewhere")
-    assert find(resume(elsewhere, old)) == old
-    assert find(resume(run, newest)) == newest
-    with pytest.raises(
-        ValueError, match="up to step_00000010: go on from that one .* or choose another run_dir to go on from .*step_00000009"
-    ):
-        find(resume(run, old))
+def test_with_the_newest_moved_away_the_run_goes_on_from_the_one_before(run: RunConfig, tmp_path: Path) -> None:
+    before, newest = save(run, 9), save(run, 10)
+    (run.run_dir / "checkpoints" / LATEST).write_text(newest.name)
+    assert find(run) == newest
+    newest.rename(tmp_path / "damaged")
+    assert find(run) == before
+
+
+def test_a_named_checkpoint_starts_a_run_that_then_goes_on_from_its_own(run: RunConfig, tmp_path: Path) -> None:
+    start = save(replace(run, run_dir=tmp_path / "other"), 100)
+    requeued = resume(run, start)
+    assert find(requeued) == start
+    half_written = save(run, 101)
+    (half_written / MANIFEST).unlink()
+    assert find(requeued) == start
+    own = save(run, 102)
+    assert find(requeued) == own
+
+
+def test_what_must_agree_is_checked_with_a_named_start_and_after_it(run: RunConfig, tmp_path: Path) -> None:
+    start = save(replace(run, run_dir=tmp_path / "other"), 100)
+    other_seed = replace(resume(run, start), seed=99)
+    with pytest.raises(ValueError, match="other/checkpoints/step_00000100 was made with seed"):
+        find(other_seed)
+    save(run, 101)
+    with pytest.raises(ValueError, match="run/checkpoints/step_00000101 was made with seed"):
+        find(other_seed)
 
 
 def test_a_named_checkpoint_must_exist_and_be_whole(run: RunConfig) -> None:

@@ -1,7 +1,6 @@
 """Small models for the tests of the export: a checkpoint without a training run, a tokenizer, an exported model in memory."""
 
 import argparse
-import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from model.config import GRTConfig
-from pretrain import checkpoint as checkpoint_format
+from pretrain.checkpoint_reader import FORMAT, MANIFEST, file_sha256, sign_manifest
 from tokenizer.documents import ReadOptions
 from tokenizer.tokenizer import load_tokenizer
 from tokenizer.train import train_tokenizer
@@ -73,7 +72,7 @@ def write_checkpoint(directory: Path, config: GRTConfig, parameters: dict[str, T
         stored[f"master/{name}"] = flat[0] if dim is None else flat
     dcp.save(stored, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
     manifest = {
-        "format": checkpoint_format.FORMAT,
+        "format": FORMAT,
         "step": 7,
         "optimizer_step": 7,
         "progress": {"step": 7},
@@ -81,10 +80,7 @@ def write_checkpoint(directory: Path, config: GRTConfig, parameters: dict[str, T
         "identity": {"dataset": "0" * 64, "tokenizer": load_tokenizer(tokenizer).fingerprint},
         "tensor_parallel": tensor_parallel,
         "parameters": described,
-        "files": {
-            path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-            for path in directory.iterdir()
-        },
+        "files": {path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in directory.iterdir()},
     }
-    (directory / checkpoint_format.MANIFEST).write_text(json.dumps(checkpoint_format._signed(manifest)))
+    (directory / MANIFEST).write_text(json.dumps(sign_manifest(manifest)))
     return directory

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from pretrain.checkpoint import CheckpointError
+from pretrain.checkpoint_reader import CheckpointError
 from tests.reference import random_parameters, reference_forward
 from tests.tools.exported import small_config, train_small_tokenizer, write_checkpoint
 from tokenizer.tokenizer import load_tokenizer

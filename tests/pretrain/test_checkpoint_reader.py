@@ -1,4 +1,4 @@
-"""Checkpoints as seen without ranks: the reader, damage, and which one is the newest."""
+"""Checkpoints as seen without an engine or ranks: contents, damage, and which one is the newest."""
 
 import os
 import shutil
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.checkpoint import CheckpointError, CheckpointReader, find_newest, save_checkpoint
+from pretrain.checkpoint import save_checkpoint
+from pretrain.checkpoint_reader import KINDS, CheckpointError, CheckpointReader, find_newest
 from tests import toy_engine
 from tests.ranks import run_ranks
 
@@ -38,7 +39,7 @@ def checkpoint(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> P
 
 def test_reader_gives_the_full_tensors_that_were_trained(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     reader = CheckpointReader(saved[0])
-    assert {f"{kind}/{name}" for name in reader.names() for kind in ("master", "exp_avg", "exp_avg_sq")} == saved[1].keys()
+    assert {f"{kind}/{name}" for name in reader.names() for kind in KINDS} == saved[1].keys()
     for key, expected in saved[1].items():
         kind, name = key.split("/")
         tensor = reader.read(name, kind)
@@ -58,7 +59,7 @@ def test_manifest_says_what_is_in_it(saved: tuple[Path, dict[str, torch.Tensor]]
 
 
 def test_reading_starts_neither_deepspeed_nor_megatron() -> None:
-    program = "import sys, pretrain.checkpoint; sys.exit(bool({'deepspeed', 'megatron'} & sys.modules.keys()))"
+    program = "import sys, pretrain.checkpoint_reader; sys.exit(bool({'deepspeed', 'megatron'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
