@@ -4,7 +4,7 @@ Reads the fp32 master weights one tensor at a time, without a distributed job; t
 loads the model. The directory appears only when `tools/export_check.py` has found it equal to the training model: complete or absent.
 
 Example:
-    python tools/convert_to_hf.py runs/demo/checkpoints/step_00001000 --output exported/demo --dtype bf16
+    python tools/convert_to_hf.py runs/demo/train/checkpoints/step_00001000 --output exported/demo --dtype bf16
 """
 
 import argparse
@@ -13,6 +13,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,11 @@ def convert(checkpoint: Path, output: Path, dtype: torch.dtype, tokenizer_direct
     reader = CheckpointReader(checkpoint)
     print(f"Verifying the hashes of {checkpoint}")
     reader.verify()
-    config = GRTConfig(**reader.manifest["config"]["model"])
+    settings = reader.manifest["config"]["model"]
+    unknown = settings.keys() - {field.name for field in fields(GRTConfig)}
+    if unknown:
+        raise ExportError(f"{checkpoint} sets model.{', model.'.join(sorted(unknown))}, unknown here: export it by the code that wrote it.")
+    config = GRTConfig(**settings)
     tokenizer = load_tokenizer(tokenizer_directory)
     if tokenizer.fingerprint != reader.manifest["identity"]["tokenizer"]:
         raise ExportError(f"{checkpoint} was not trained with the tokenizer in {tokenizer_directory}: give the right one by --tokenizer.")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from pretrain.checkpoint_reader import CheckpointError
+from pretrain.checkpoint_reader import MANIFEST, CheckpointError, sign_manifest
 from tests.reference import random_parameters, reference_forward
 from tests.tools.exported import small_config, train_small_tokenizer, write_checkpoint
 from tokenizer.tokenizer import load_tokenizer
@@ -163,6 +163,15 @@ def test_a_damaged_checkpoint_is_refused(run: Run) -> None:
     with pytest.raises(CheckpointError, match="does not match its sha256"):
         run.convert()
     assert not run.output.exists()
+
+
+def test_a_model_setting_that_this_code_does_not_know_is_named(run: Run) -> None:
+    path = run.checkpoint / MANIFEST
+    manifest = {name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"}
+    manifest["config"]["model"]["experts"] = 8
+    path.write_text(json.dumps(sign_manifest(manifest)))
+    with pytest.raises(ExportError, match="sets model.experts, unknown here"):
+        run.convert()
 
 
 def damage_a_weight(directory: Path) -> None:
