@@ -60,7 +60,7 @@ class Gate(nn.Module):
 
 
 @dataclass(frozen=True)
-class CoreNoise:
+class NoiseKey:
     """What the noise of a batch is a function of, besides the recurrence."""
 
     seed: int
@@ -79,15 +79,15 @@ class RecurrentCore(nn.Module):
         self.gate = Gate(config, f"{name}.gate", dtype, seed)
 
     def forward(
-        self, anchor: Tensor, mask: Tensor | None, rotary: Tensor | None, depth: int, noise: CoreNoise | None, statistics: bool
+        self, anchor: Tensor, mask: Tensor | None, rotary: Tensor | None, depth: int, noise_key: NoiseKey | None, measure: bool
     ) -> tuple[Tensor, Tensor]:
         """Runs `depth` recurrences; depth 0 returns the anchor, but through this forward, on which ZeRO-3's trace relies.
 
         Args:
             anchor: [S, B, D].
             mask, rotary: as in `Attention`.
-            noise: None for the noise-free core.
-            statistics: whether to measure the gate.
+            noise_key: None for the noise-free core.
+            measure: whether to take statistics of the gate.
 
         Returns:
             hidden [S, B, D], and statistics fp32 [depth, 2], detached: the gate's mean and the relative size of the update,
@@ -96,33 +96,33 @@ class RecurrentCore(nn.Module):
         hidden = anchor
         measured = []
         for recurrence in range(1, depth + 1):
-            gate, updated = self._recur(hidden, anchor, mask, rotary, recurrence, noise)
-            if statistics:
+            gate, updated = self._recur(hidden, anchor, mask, rotary, recurrence, noise_key)
+            if measure:
                 with torch.no_grad():
                     measured.append(torch.stack((gate.float().mean(), (updated - hidden).float().norm() / hidden.float().norm())))
             hidden = updated
         return hidden, torch.stack(measured) if measured else torch.zeros(0, 2, device=anchor.device)
 
     def _recur(
-        self, hidden: Tensor, anchor: Tensor, mask: Tensor | None, rotary: Tensor | None, recurrence: int, noise: CoreNoise | None
+        self, hidden: Tensor, anchor: Tensor, mask: Tensor | None, rotary: Tensor | None, recurrence: int, noise_key: NoiseKey | None
     ) -> tuple[Tensor, Tensor]:
         """One recurrence. Returns the gate and the new state."""
-        gate = self.gate(hidden, anchor, self._gate_noise(noise, recurrence))
-        candidate = self.projection(torch.cat((self._noisy(hidden, noise, recurrence), anchor), dim=-1))
+        gate = self.gate(hidden, anchor, self._gate_noise(noise_key, recurrence))
+        candidate = self.projection(torch.cat((self._noisy(hidden, noise_key, recurrence), anchor), dim=-1))
         for block in self.blocks:
             candidate = block(candidate, mask, rotary)
         return gate, (gate * hidden + (1 - gate) * candidate).to(hidden.dtype)
 
-    def _noisy(self, hidden: Tensor, noise: CoreNoise | None, recurrence: int) -> Tensor:
+    def _noisy(self, hidden: Tensor, noise_key: NoiseKey | None, recurrence: int) -> Tensor:
         """hidden + eps_x, one draw an element."""
-        if noise is None or self.config.state_noise == 0:
+        if noise_key is None or self.config.state_noise == 0:
             return hidden
-        draw = normals(noise.seed, noise.positions_SB, hidden.shape[-1], Stream.STATE, recurrence)
+        draw = normals(noise_key.seed, noise_key.positions_SB, hidden.shape[-1], Stream.STATE, recurrence)
         return hidden + (draw * self.config.state_noise).to(hidden.dtype)
 
-    def _gate_noise(self, noise: CoreNoise | None, recurrence: int) -> Tensor | None:
+    def _gate_noise(self, noise_key: NoiseKey | None, recurrence: int) -> Tensor | None:
         """eps_g, one draw a token [S, B, 1] or an element [S, B, D], in fp32."""
-        if noise is None or self.config.gate_noise == 0:
+        if noise_key is None or self.config.gate_noise == 0:
             return None
         channels = 1 if self.config.gate_noise_per == "token" else self.config.hidden_size
-        return normals(noise.seed, noise.positions_SB, channels, Stream.GATE, recurrence) * self.config.gate_noise
+        return normals(noise_key.seed, noise_key.positions_SB, channels, Stream.GATE, recurrence) * self.config.gate_noise

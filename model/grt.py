@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.config import GRTConfig
-from model.core import CoreNoise, RecurrentCore
+from model.core import NoiseKey, RecurrentCore
 from model.initialization import keyed_normal, replicated
 from model.layers import Block, Norm, rotary_embedding
 
@@ -91,7 +91,7 @@ class GRT(nn.Module):
         sequences_B: Tensor | None = None,
         positions_BS: Tensor | None = None,
         segments_BS: Tensor | None = None,
-        statistics: bool = False,
+        measure: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The loss of each token, or the logits.
 
@@ -102,7 +102,7 @@ class GRT(nn.Module):
             sequences_B: int64 [B], number of each sequence in the stream, which keys the noise; None means noise-free (evaluation).
             positions_BS: int64 [B, S], position of each token in its document; None counts from 0.
             segments_BS: int64 [B, S], document of each token: attention stays inside it; None means one document.
-            statistics: whether to measure the gate.
+            measure: whether to take the core's statistics.
 
         Returns:
             fp32 losses [B, S], or logits [S, B, V] with -inf in the padded columns; and the core's statistics [depth, 2].
@@ -125,8 +125,8 @@ class GRT(nn.Module):
             hidden = block(hidden, mask, rotary)
         core_statistics = hidden.new_zeros(0, 2)
         if self.core is not None:
-            noise = None if sequences_B is None else CoreNoise(self.seed, noise_positions(sequences_B, length))
-            hidden, core_statistics = self.core(hidden, mask, rotary, depth, noise, statistics)
+            noise_key = None if sequences_B is None else NoiseKey(self.seed, noise_positions(sequences_B, length))
+            hidden, core_statistics = self.core(hidden, mask, rotary, depth, noise_key, measure)
         for block in self.coda:
             hidden = block(hidden, mask, rotary)
 

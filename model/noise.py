@@ -17,8 +17,8 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_CHUNK = 1 << 14  # counters at once: the working set of the integer rounds stays in a core's L2 cache
-MAX_POSITION = 1 << 48
+# Counters at once: on a CPU the working set of the integer rounds stays in a core's L2 cache; a GPU wants few launches.
+_CHUNK, _CPU_CHUNK = 1 << 22, 1 << 14
 MAX_RECURRENCE = (1 << 12) - 1
 
 
@@ -84,7 +84,7 @@ def normals(seed: int, positions: Tensor, channels: int, stream: Stream, recurre
     flat = positions.reshape(-1)
     out = torch.empty(flat.numel(), groups * 4, device=flat.device)
     group = torch.arange(groups, device=flat.device)
-    rows = max(1, _CHUNK // groups)
+    rows = max(1, (_CPU_CHUNK if flat.device.type == "cpu" else _CHUNK) // groups)
     for start in range(0, flat.numel(), rows):
         position = flat[start : start + rows, None]
         high = (position >> 32) | (int(stream) << 16) | (recurrence << 20)

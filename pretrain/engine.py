@@ -4,6 +4,7 @@ One fact to know: the recurrent core is a ZeRO-3 leaf whose parameters stay gath
 that its communication does not depend on the depth.
 """
 
+import os
 from typing import Any
 
 import deepspeed
@@ -24,6 +25,8 @@ def initialize_distributed(topology: Topology, tensor_parallel: int) -> torch.de
     """Joins the process group and splits it into Megatron's groups; the device of this rank."""
     topology.export()
     cuda = torch.cuda.is_available()
+    if tensor_parallel > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # keeps its communication in order with the kernels
     if cuda:
         torch.cuda.set_device(topology.local_rank)
     # DeepSpeed would compile this shared-memory op at start: minutes on a fresh machine, and of no use in training.
@@ -37,7 +40,8 @@ def build_engine(config: RunConfig, ds_config: dict[str, Any]) -> DeepSpeedEngin
     """The model, partitioned as it is built, and its optimizer."""
     dtype = torch.bfloat16 if config.optim.precision == "bf16" else torch.float32
     groups = ParallelGroups()
-    with deepspeed.zero.Init(data_parallel_group=groups.get_data_parallel_group(), config_dict_or_path=ds_config, dtype=dtype, mpu=groups):
+    # Without its dtype argument: deepspeed 0.19.8 then takes bf16 on a CPU without fp16 instructions, whatever was passed.
+    with deepspeed.zero.Init(data_parallel_group=groups.get_data_parallel_group(), config_dict_or_path=ds_config, mpu=groups):
         model = GRT(config.model, layer_config(config.parallel.tensor_parallel, dtype), config.seed)
     if model.core is not None:
         set_z3_leaf_modules(model, [RecurrentCore])
@@ -63,6 +67,14 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             shape = getattr(parameter, "ds_shape", parameter.shape)  # under zero.Init every parameter has one dimension
             (decayed if len(shape) == 2 and not isinstance(module, PositionEmbedding) else others).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def release_after_evaluation(engine: DeepSpeedEngine) -> None:
+    """Frees the parameters that forward passes without a backward leave gathered; the resident ones are gathered again."""
+    engine.empty_partition_cache()
+    resident = engine.optimizer.persistent_parameters
+    if resident:
+        resident[0].all_gather(resident)
 
 
 def _keep_gathered(engine: DeepSpeedEngine, core: RecurrentCore) -> None:

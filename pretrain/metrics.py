@@ -1,6 +1,7 @@
 """What a run tells its user: metrics.jsonl, TensorBoard, and lines or a progress bar on the console. Rank 0 only."""
 
 import json
+import math
 import resource
 import sys
 import time
@@ -11,7 +12,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed import DeepSpeedEngine
 from torch import Tensor
 from tqdm import tqdm
 
@@ -35,7 +35,7 @@ class Speedometer:
         self.config = config
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         peak = next((flops for device, flops in PEAK_FLOPS.items() if device in name), None)
-        self.peak = None if peak is None else peak * world_size
+        self.peak = peak * world_size if peak is not None and config.optim.precision == "bf16" else None
         self._start()
 
     def _start(self) -> None:
@@ -85,6 +85,7 @@ class MetricsLog:
         self.file = path.open("a", buffering=1)
         self.writer = _tensorboard(config.run_dir / "tensorboard", first_step) if config.log.tensorboard else None
         self.total_steps = total_steps
+        self.skipped_steps = 0
         terminal = sys.stderr.isatty()
         self.bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True) if terminal else None
 
@@ -99,10 +100,15 @@ class MetricsLog:
             if self.bar is not None:
                 self.bar.close()
 
-    def advance(self) -> None:
-        """Moves the progress bar by a step."""
-        if self.enabled and self.bar is not None:
+    def advance(self, step: int, skipped: bool) -> None:
+        """A step is done. DeepSpeed skips one with non-finite gradients, on all ranks alike; everything but the weights advances."""
+        if not self.enabled:
+            return
+        if self.bar is not None:
             self.bar.update()
+        if skipped:
+            self.skipped_steps += 1
+            self.say(f"step {step}/{self.total_steps}  SKIPPED: the gradients are not finite")
 
     def train_step(
         self,
@@ -110,28 +116,31 @@ class MetricsLog:
         loss: float,
         depth: int,
         learning_rate: float,
-        engine: DeepSpeedEngine,
+        gradient_norm: float,
         speed: dict[str, float],
-        gate_statistics: Tensor,
+        core_statistics: Tensor,
     ) -> None:
-        """A row of the step just made. `gate_statistics` fp32 [depth, 2]: the gate's mean and the relative update, by recurrence."""
+        """A row of the step just made. `core_statistics` fp32 [depth, 2]: the gate's mean and the relative update, by recurrence."""
+        if not self.enabled:
+            return
         values = {
             "tokens": progress.tokens,
             "loss": loss,
             "depth": depth,
             "learning_rate": learning_rate,
-            "gradient_norm": float(engine.get_global_grad_norm()),
-            "step_skipped": int(not engine.was_step_applied()),  # DeepSpeed leaves out a step with non-finite gradients
+            "gradient_norm": gradient_norm,
+            "skipped_steps": self.skipped_steps,  # since the last row
             **speed,
             "memory_gib": peak_memory_gib(),
         }
-        for recurrence, (mean, update) in enumerate(gate_statistics.tolist(), start=1):
+        for recurrence, (mean, update) in enumerate(core_statistics.tolist(), start=1):
             values |= {f"gate_mean/recurrence_{recurrence}": mean, f"update_size/recurrence_{recurrence}": update}
+        self.skipped_steps = 0
         mfu = f"  mfu {speed['mfu']:.1%}" if "mfu" in speed else ""
         self._write(
             progress.step,
             values,
-            f"loss {loss:.4f}  depth {depth}  lr {learning_rate:.2e}  grad norm {values['gradient_norm']:.3f}  "
+            f"loss {loss:.4f}  depth {depth}  lr {learning_rate:.2e}  grad norm {gradient_norm:.3f}  "
             f"{speed['tokens_per_second']:,.0f} tokens/s{mfu}  memory {values['memory_gib']:.2f} GiB",
         )
 
@@ -147,7 +156,8 @@ class MetricsLog:
     def _write(self, step: int, values: dict[str, Any], line: str) -> None:
         if not self.enabled:
             return
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
+        self.file.write(json.dumps({"step": step, **finite}) + "\n")
         if self.writer is not None:
             for name, value in values.items():
                 self.writer.add_scalar(name, value, step)

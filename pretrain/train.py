@@ -11,6 +11,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import islice
@@ -48,11 +50,14 @@ def main() -> None:
         config, ds_config_path = parse_arguments()
         ds_config, index, checkpoint = check_before_start(config, ds_config_path, topology)
     except (ValueError, OSError, RuntimeError, DatasetError) as error:
-        if topology is None or topology.local_rank == 0:  # every rank of a node finds the same
-            print(f"error: {error}", file=sys.stderr)
+        if topology is not None and topology.local_rank > 0:
+            time.sleep(20)  # the first rank of the node finds the same and says it; at its exit the launcher ends this one
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     try:
         train(config, ds_config, topology, index, checkpoint)
+        torch.distributed.barrier()  # rank 0 holds the store that the others' shutdown still talks to
+        torch.distributed.destroy_process_group()
     except CheckpointError as error:  # the same on every rank
         if topology.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -61,10 +66,11 @@ def main() -> None:
     except (DatasetError, OSError) as error:
         print(f"error on rank {topology.rank}: {error}", file=sys.stderr, flush=True)
         os._exit(BAD_INPUT)  # an ordinary exit would wait for the other ranks, which may wait for this one in a collective
-    except RuntimeError as error:
-        if "by peer" not in str(error):  # gloo's "Connection closed by peer": its traceback would bury the other rank's message
-            raise
-        print(f"rank {topology.rank} ends too: another rank is gone", file=sys.stderr, flush=True)
+    except Exception as error:
+        if "by peer" in str(error):  # gloo's "Connection closed by peer": a traceback would bury the other rank's message
+            print(f"rank {topology.rank} ends too: another rank is gone", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
         os._exit(1)
 
 
@@ -74,7 +80,12 @@ def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topolo
     Returns:
         DeepSpeed's config, the dataset's index, and the checkpoint to resume from.
     """
-    nvidia_apex_available()
+    nvidia_apex_available()  # raises on the other package of that name
+    if torch.cuda.is_available() and topology.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"Local rank {topology.local_rank} has no GPU of its own: this process sees {torch.cuda.device_count()}. Start as many "
+            f"processes a node as GPUs, and let each see all of them (srun: --gres=gpu:N, not --gpus-per-task; CUDA_VISIBLE_DEVICES)."
+        )
     ds_config = load_ds_config(ds_config_path, config, config.data_parallel_size(topology.world_size))
     index = open_dataset(config.data.path)
     if index.vocab_size != config.model.vocab_size:
@@ -96,9 +107,12 @@ def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topolo
 def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, index: Index, checkpoint: Path | None) -> None:
     """The whole run on this rank."""
     device = initialize_distributed(topology, config.parallel.tensor_parallel)
+    chosen = [checkpoint]
+    torch.distributed.broadcast_object_list(chosen)  # network file systems may show ranks different newest checkpoints
+    checkpoint = chosen[0]
     engine = build_engine(config, ds_config)
     progress = Progress() if checkpoint is None else Progress(**load_checkpoint(engine, checkpoint))
-    total_steps = math.ceil(config.schedule.total_tokens / config.tokens_per_step)
+    total_steps = progress.step + max(0, math.ceil((config.schedule.total_tokens - progress.tokens) / config.tokens_per_step))
     if topology.rank == 0:
         describe_run(config, ds_config, topology)
 
@@ -140,16 +154,15 @@ def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, inde
             depth = sample_depth(config.model, config.seed, progress.step)
             rate = learning_rate(config.schedule, progress.tokens + config.tokens_per_step)
             due_log = is_due(progress.step + 1, config.log.every_steps, total_steps)
-            loss, statistics = train_step(engine, batches, depth, rate, device, due_log)
+            loss, core_statistics = train_step(engine, batches, depth, rate, device, measure=due_log)
             progress = progress.after_step(config)
             speed.step(depth)
-            if not engine.was_step_applied():  # by DeepSpeed, on all ranks alike; everything but the weights advances
-                log.say(f"step {progress.step}/{total_steps}  SKIPPED: the gradients are not finite")
+            log.advance(progress.step, skipped=not engine.was_step_applied())
 
             if due_log:
-                reduced = average_over_data_parallel(torch.cat((loss[None], statistics.flatten())))
-                log.train_step(progress, float(reduced[0]), depth, rate, engine, speed.read(), reduced[1:].view(-1, 2))
-            log.advance()
+                reduced = average_over_data_parallel(torch.cat((loss[None], core_statistics.flatten())))
+                norm = float(engine.get_global_grad_norm())
+                log.train_step(progress, float(reduced[0]), depth, rate, norm, speed.read(), reduced[1:].view(-1, 2))
             with speed.paused():
                 if is_due(progress.step, config.eval.every_steps, total_steps):
                     validate(log)
@@ -158,7 +171,7 @@ def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, inde
 
 
 def train_step(
-    engine: DeepSpeedEngine, batches: Iterator[Batch], depth: int, rate: float, device: torch.device, statistics: bool
+    engine: DeepSpeedEngine, batches: Iterator[Batch], depth: int, rate: float, device: torch.device, measure: bool
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step over this rank's micro-batches.
 
@@ -170,17 +183,17 @@ def train_step(
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     accumulation = engine.gradient_accumulation_steps()
-    losses, gates = [], []
+    losses, core_statistics = [], []
     for batch in islice(batches, accumulation):
-        losses_BS, gate = engine(
-            batch.tokens.to(device), batch.targets.to(device), depth=depth, sequences_B=batch.sequence.to(device), statistics=statistics
+        losses_BS, measured = engine(
+            batch.tokens.to(device), batch.targets.to(device), depth=depth, sequences_B=batch.sequence.to(device), measure=measure
         )
         loss = losses_BS.mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
-        gates.append(gate)
-    return torch.stack(losses).mean(), torch.stack(gates).mean(0)
+        core_statistics.append(measured)
+    return torch.stack(losses).mean(), torch.stack(core_statistics).mean(0)
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -197,18 +210,26 @@ def describe_run(config: RunConfig, ds_config: dict[str, Any], topology: Topolog
     """Writes what was run, with what, where: config.yaml, ds_config.json, environment.json, tokenizer/."""
     (config.run_dir / "config.yaml").write_text(yaml.safe_dump(config.as_dict(), sort_keys=False))
     (config.run_dir / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     environment = {
         "versions": {name: version(name) for name in ("torch", "deepspeed", "megatron-core", "webdataset", "sentencepiece", "numpy")},
         "python": platform.python_version(),
         "host": platform.node(),
-        "git_commit": commit.stdout.strip() or None,
+        "nvidia_apex": nvidia_apex_available(),
+        "git_commit": git_commit(),
         "launcher": topology.launcher,
         "world_size": topology.world_size,
         "tensor_parallel": config.parallel.tensor_parallel,
     }
     (config.run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
     shutil.copytree(config.data.path / "tokenizer", config.run_dir / "tokenizer", dirs_exist_ok=True)
+
+
+def git_commit() -> str | None:
+    """The commit of this checkout; None without git or outside a repository."""
+    if shutil.which("git") is None:
+        return None
+    shown = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return shown.stdout.strip() or None
 
 
 if __name__ == "__main__":

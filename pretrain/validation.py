@@ -7,6 +7,7 @@ from deepspeed import DeepSpeedEngine
 
 from model.parallel import ParallelGroups
 from pretrain.data import Batch
+from pretrain.engine import release_after_evaluation
 
 
 @torch.no_grad()
@@ -22,4 +23,5 @@ def validation_losses(engine: DeepSpeedEngine, batches: Iterable[Batch], depths:
         sums[-1] += mask.sum()
     torch.distributed.all_reduce(sums, group=ParallelGroups().get_data_parallel_group())
     engine.train()
+    release_after_evaluation(engine)
     return dict(zip(depths, (sums[:-1] / sums[-1]).tolist(), strict=True))

@@ -1,9 +1,6 @@
 """A small run inside a rank started by `tests.ranks`: the trainer's own parts, without its loop."""
 
-import json
 import os
-import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from pretrain.schedule import ScheduleConfig, learning_rate
 from pretrain.shards import open_dataset
 from pretrain.topology import Topology
 from pretrain.train import average_over_data_parallel, train_step
+from tests.ranks import REPOSITORY
 
 MODEL = GRTConfig(vocab_size=512, hidden_size=64, num_heads=4, core_blocks=2, max_depth=4, max_positions=32)
 
@@ -45,10 +43,7 @@ def start(config: RunConfig) -> DeepSpeedEngine:
     topology = Topology.from_environment(os.environ)
     if not torch.distributed.is_initialized():
         initialize_distributed(topology, config.parallel.tensor_parallel)
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump({"zero_optimization": {"stage": 3}}, file)
-        file.flush()
-        ds_config = load_ds_config(Path(file.name), config, config.data_parallel_size(topology.world_size))
+    ds_config = load_ds_config(REPOSITORY / "configs" / "ds_zero3.json", config, config.data_parallel_size(topology.world_size))
     return build_engine(config, ds_config)
 
 
@@ -69,11 +64,6 @@ def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int) -> list[fl
     for step in range(steps):
         rate = learning_rate(config.schedule, (step + 1) * config.tokens_per_step)
         depth = sample_depth(config.model, config.seed, step)
-        loss, _ = train_step(engine, batches, depth, rate, torch.device("cpu"), statistics=False)
+        loss, _ = train_step(engine, batches, depth, rate, torch.device("cpu"), measure=False)
         losses.append(float(average_over_data_parallel(loss)))
     return losses
-
-
-def at_depth(config: RunConfig, depth: int) -> RunConfig:
-    """The same run at one fixed depth."""
-    return replace(config, model=replace(config.model, depth_sampler="fixed", max_depth=depth, min_depth=depth))

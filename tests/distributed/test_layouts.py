@@ -8,10 +8,14 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.profiler import ProfilerActivity, profile
 
 from model.grt import GRT
 from model.parallel import ParallelGroups, layer_config
+from pretrain.data import Batch
+from pretrain.validation import validation_losses
 from tests.distributed.runs import MODEL, run_steps, small_run, start
 from tests.ranks import run_ranks
 
@@ -86,34 +90,76 @@ def test_partitioned_construction_gives_the_plain_models_weights(one_rank: list[
     assert run_ranks(unpartitioned_weight_digests, 1)[0] == one_rank[0][0]
 
 
-def collectives_by_depth(dataset: Path, tensor_parallel: int, depths: list[int]) -> list[tuple[int, Counter[str], Counter[str]]]:
-    """By optimizer step: its depth, and the calls and elements of data-parallel collectives, as PyTorch's dispatcher saw them."""
+def count_collectives(engine: DeepSpeedEngine, depth: int) -> tuple[Counter[str], Counter[str]]:
+    """Calls and elements of the data-parallel collectives of one optimizer step, as PyTorch's dispatcher saw them."""
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        for _ in range(engine.gradient_accumulation_steps()):
+            losses, _ = engine(tokens, tokens, depth=depth, sequences_B=torch.tensor([0, 1]))
+            engine.backward(losses.mean())
+            engine.step()
+    calls: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    for event in recorded.events():
+        if event.name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allgather_", "c10d::reduce_scatter_"):
+            calls[event.name] += 1
+            elements[event.name] += torch.Size(event.input_shapes[0]).numel()
+    return calls, elements
+
+
+def gathered(engine: DeepSpeedEngine) -> list[str]:
+    """Names of the parameters that lie whole on this rank."""
+    parameters: dict[str, Any] = dict(engine.module.named_parameters())  # with DeepSpeed's attributes
+    return [name for name, parameter in parameters.items() if parameter.ds_status == ZeroParamStatus.AVAILABLE]
+
+
+def collectives_by_depth(dataset: Path, tensor_parallel: int, depths: list[int]) -> dict[str, Any]:
+    """What each step communicates, with an evaluation before the last one, and what stays gathered after each of these."""
     config = small_run(dataset, tensor_parallel=tensor_parallel)
     engine = start(config)
     tokens = torch.zeros(2, 32, dtype=torch.int64)
-    counted = []
-    for depth in depths:
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
-            for _ in range(engine.gradient_accumulation_steps()):
-                losses, _ = engine(tokens, tokens, depth=depth, sequences_B=torch.tensor([0, 1]))
-                engine.backward(losses.mean())
-                engine.step()
-        calls: Counter[str] = Counter()
-        elements: Counter[str] = Counter()
-        for event in recorded.events():
-            if event.name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allgather_", "c10d::reduce_scatter_"):
-                calls[event.name] += 1
-                elements[event.name] += torch.Size(event.input_shapes[0]).numel()
-        counted.append((depth, calls, elements))
-    return counted
+    steps = [count_collectives(engine, depth) for depth in depths]
+    after_step = gathered(engine)
+    batch = Batch(tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), torch.tensor([0, 1]))
+    validation_losses(engine, [batch, batch], [0, 1, 3, 8], torch.device("cpu"))
+    after_evaluation = gathered(engine)
+    return {
+        "steps": steps,
+        "step_after_evaluation": count_collectives(engine, 2),
+        "gathered": (after_step, after_evaluation),
+        "parameters": [name for name, _ in engine.module.named_parameters()],
+    }
 
 
-@pytest.mark.parametrize(("tensor_parallel", "world_size"), [(1, 2), (2, 4)])
-def test_gathers_and_reductions_do_not_depend_on_depth(tensor_parallel: int, world_size: int, dataset: Path) -> None:
-    depths = [2, 1, 3, 2, 4, 1, 2, 4, 8]
-    for steps in run_ranks(collectives_by_depth, world_size, dataset, tensor_parallel, depths, timeout=240):
-        _, calls, elements = steps[1]  # the first step records the order of the modules
+@pytest.fixture(scope="module", params=[(1, 2), (2, 4)], ids=["tp1-dp2", "tp2-dp2"])
+def communication(request: pytest.FixtureRequest, dataset: Path) -> list[dict[str, Any]]:
+    tensor_parallel, world_size = request.param
+    return run_ranks(collectives_by_depth, world_size, dataset, tensor_parallel, [2, 1, 3, 2, 4, 1, 2, 4, 8], timeout=240)
+
+
+def test_gathers_and_reductions_do_not_depend_on_depth(communication: list[dict[str, Any]]) -> None:
+    for rank in communication:
+        calls, elements = rank["steps"][1]  # the first step records the order of the modules
         assert calls.total() > 0
-        for _, other_calls, other_elements in steps[2:]:
+        for other_calls, other_elements in rank["steps"][2:]:
             assert other_calls == calls
             assert other_elements == elements
+
+
+def test_an_evaluation_leaves_gathered_what_a_step_does_and_changes_no_later_step(communication: list[dict[str, Any]]) -> None:
+    for rank in communication:
+        after_step, after_evaluation = rank["gathered"]
+        assert after_evaluation == after_step
+        assert {name for name in rank["parameters"] if name.startswith("core.")} <= set(after_step)  # the core is resident
+        assert "prelude.0.mlp.up.weight" not in after_step
+        assert rank["step_after_evaluation"] == rank["steps"][1]
+
+
+def partition_dtypes(dataset: Path) -> set[str]:
+    engine = start(small_run(dataset, precision="fp32"))
+    parameters: list[Any] = list(engine.module.parameters())  # with DeepSpeed's attributes
+    return {str(parameter.ds_tensor.dtype) for parameter in parameters}
+
+
+def test_fp32_is_fp32_on_a_cpu_without_half_precision_instructions(dataset: Path) -> None:
+    assert run_ranks(partition_dtypes, 1, dataset, env={"ONEDNN_MAX_CPU_ISA": "AVX2"}) == [{"torch.float32"}]

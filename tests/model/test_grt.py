@@ -125,7 +125,7 @@ def test_later_token_never_changes_an_earlier_logit(options: dict[str, object]) 
 
 def test_gate_starts_nearly_copying_the_state_through() -> None:
     model = GRT(SMALL, layer_config(1, torch.float32), SEED)
-    _, statistics = model(tokens(), depth=3, statistics=True)
+    _, statistics = model(tokens(), depth=3, measure=True)
     assert statistics.shape == (3, 2)
     assert not statistics.requires_grad
     torch.testing.assert_close(statistics[:, 0], torch.full((3,), 0.982), atol=2e-3, rtol=0)

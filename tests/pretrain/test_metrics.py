@@ -3,11 +3,10 @@
 import json
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from deepspeed import DeepSpeedEngine
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from model.config import GRTConfig
@@ -16,19 +15,6 @@ from pretrain.data import DataConfig
 from pretrain.metrics import MetricsLog, Speedometer
 from pretrain.resume import Progress
 from pretrain.schedule import ScheduleConfig
-
-
-class StepMade:
-    """What the log asks the engine about the step just made."""
-
-    def __init__(self, applied: bool = True) -> None:
-        self.applied = applied
-
-    def get_global_grad_norm(self) -> float:
-        return 0.25
-
-    def was_step_applied(self) -> bool:
-        return self.applied
 
 
 @pytest.fixture
@@ -50,9 +36,9 @@ def write_steps(run: RunConfig, start: int, stop: int, loss: float, rank: int = 
         if start == 0:
             log.validation(0, {0: 5.0, 1: 4.0, 2: 3.5}, full_depth=2)
         for step in range(start + 1, stop + 1):
-            engine = cast(DeepSpeedEngine, StepMade(applied))
+            log.advance(step, skipped=not applied)
             speed = {"tokens_per_second": 100.0}
-            log.train_step(Progress(step, 8 * step, 256 * step), loss, 2, 1e-3, engine, speed, torch.tensor([[0.9, 0.1], [0.8, 0.2]]))
+            log.train_step(Progress(step, 8 * step, 256 * step), loss, 2, 1e-3, 0.25, speed, torch.tensor([[0.9, 0.1], [0.8, 0.2]]))
 
 
 def rows(run: RunConfig) -> list[dict[str, Any]]:
@@ -89,7 +75,7 @@ def test_a_row_holds_everything_about_its_step(run: RunConfig, capsys: pytest.Ca
         "depth": 2,
         "learning_rate": 1e-3,
         "gradient_norm": 0.25,
-        "step_skipped": 0,
+        "skipped_steps": 0,
         "tokens_per_second": 100.0,
     }
     shown = capsys.readouterr().out
@@ -103,9 +89,25 @@ def test_a_dense_model_has_no_gains(run: RunConfig) -> None:
     assert rows(run) == [{"step": 0, "validation_loss/depth_0": 5.0}]
 
 
-def test_a_step_that_deepspeed_left_out_is_marked(run: RunConfig) -> None:
+def test_a_skipped_step_is_said_and_counted(run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     write_steps(run, 0, 1, loss=2.5, applied=False)
-    assert rows(run)[1]["step_skipped"] == 1
+    assert rows(run)[1]["skipped_steps"] == 1
+    assert "step 1/16  SKIPPED: the gradients are not finite" in capsys.readouterr().out
+
+
+def test_skipped_steps_between_rows_are_counted_once(run: RunConfig) -> None:
+    with MetricsLog(run, 0, 0, total_steps=16) as log:
+        for step, skipped in ((1, True), (2, True), (3, False), (4, False)):
+            log.advance(step, skipped)
+            if step in (3, 4):
+                log.train_step(Progress(step), 2.0, 0, 1e-3, 0.25, {"tokens_per_second": 1.0}, torch.zeros(0, 2))
+    assert [row["skipped_steps"] for row in rows(run)] == [2, 0]
+
+
+def test_a_loss_that_is_not_finite_leaves_valid_json(run: RunConfig) -> None:
+    write_steps(run, 0, 1, loss=float("nan"))
+    assert "NaN" not in (run.run_dir / "metrics.jsonl").read_text()
+    assert rows(run)[1]["loss"] is None
 
 
 def test_rows_later_than_the_checkpoint_are_cut_at_a_resume(run: RunConfig) -> None:
