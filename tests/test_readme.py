@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def commands() -> list[str]:
     """Indented command lines, continuation lines joined."""
     text = (REPOSITORY / "README.md").read_text().replace(" \\\n", " ")
-    return [line.strip() for line in text.splitlines() if re.match(r"    (make|python|deepspeed|sbatch) ", line)]
+    return [line.strip() for line in text.splitlines() if re.match(r"    (make|python|deepspeed|sbatch|source) ", line)]
 
 
 def python_commands() -> list[list[str]]:
@@ -25,7 +25,7 @@ def python_commands() -> list[list[str]]:
 
 def test_there_are_commands_of_each_kind() -> None:
     starts = {line.split()[0] for line in commands()}
-    assert starts == {"make", "python", "deepspeed", "sbatch"}
+    assert starts == {"make", "python", "deepspeed", "sbatch", "source"}
 
 
 @pytest.mark.parametrize("script", sorted({words[0] for words in python_commands()}))
