@@ -71,7 +71,7 @@ def make(output: Path) -> dict[str, float]:
 
 
 def bf16_is_fast() -> bool:
-    """A GPU, or a CPU with bf16 matrix units (AMX): there bf16 trains 2.5 times as fast as fp32; on other CPUs it is slower."""
+    """A GPU, or a CPU with bf16 matrix units (AMX): there bf16 trains about twice as fast as fp32; on other CPUs it may be slower."""
     cpu = Path("/proc/cpuinfo")
     return torch.cuda.is_available() or (cpu.exists() and "amx_bf16" in cpu.read_text())
 
