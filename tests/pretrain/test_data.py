@@ -194,7 +194,7 @@ def main():
     index = open_dataset(Path(sys.argv[1]))
     layout = dict(global_batch_size=1, micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1)
     batches = train_batches(DataConfig(index.directory, 100, workers=2), index, seed=0, position=0, **layout)
-    next(batches)
+    next(batches), next(batches)  # one from each worker: both have begun
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         for child in multiprocessing.active_children():
             os.kill(child.pid, number)

@@ -247,7 +247,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def working(tokenizer_directory: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """The command at work with two processes on a corpus that takes it long."""
     corpus = tmp_path / "corpus.txt"
-    corpus.write_text("text that goes on\n" * 3_000_000)
+    corpus.write_text("text that goes on\n" * 12_000_000)
     command = [sys.executable, prepare_data.__file__, "--input", str(corpus), "--tokenizer", str(tokenizer_directory)]
     options = ["--output", str(tmp_path / "out"), "--processes", "2", "--block-tokens", "1000"]
     with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
