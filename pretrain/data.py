@@ -58,7 +58,8 @@ def sequences_per_shard(index: Index, split: str, sequence_length: int) -> np.nd
     if counts.sum() == 0:
         raise DatasetError(
             f"the {split} split of {index.directory} has no sequence of {sequence_length} + 1 tokens: it has {tokens.sum()} tokens in "
-            f"{len(tokens)} shards; use a smaller sequence length, more text, or (for validation) a larger --validation-fraction"
+            f"{len(tokens)} shards; use a smaller sequence length or more text; for validation, give tools/prepare_data.py a larger "
+            f"--validation-fraction or, where the corpus is a few long documents, a smaller --max-text-bytes"
         )
     return counts
 

@@ -179,17 +179,26 @@ def _tensorboard(directory: Path, first_step: int) -> "SummaryWriter":
 
 
 def _cut_rows(path: Path, first_step: int) -> None:
-    """Removes the rows from `first_step` on, and a last line that a killed run left half-written."""
+    """Removes the rows from `first_step` on, and lines that are no rows, such as a last one that a killed run left half-written."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if row["step"] < first_step:
+    kept, unreadable = [], 0
+    for line in path.read_text(errors="replace").splitlines():
+        step = _step_of(line)
+        unreadable += step is None
+        if step is not None and step < first_step:
             kept.append(line + "\n")
+    if unreadable:
+        print(f"{path}: {unreadable} unreadable lines left out", file=sys.stderr)
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept))
     temporary.replace(path)
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if isinstance(step, int) else None

@@ -65,6 +65,9 @@ def find_checkpoint(config: RunConfig, current: dict[str, str | int]) -> Path | 
 
 
 def _check_identity(saved: dict[str, Any], current: dict[str, Any], allowed: list[str], checkpoint: Path) -> None:
+    for entry in allowed:
+        if not any(name == entry or name.startswith(f"{entry}.") for name in current):
+            raise ValueError(f"checkpoint.allow_change names {entry}, but what is compared at a resume is {', '.join(sorted(current))}.")
     for name in sorted(saved.keys() | current.keys()):
         if saved.get(name) == current.get(name) or any(name == entry or name.startswith(f"{entry}.") for entry in allowed):
             continue

@@ -23,6 +23,8 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.total_tokens < 1:
             raise ValueError(f"schedule.total_tokens is {self.total_tokens}; it must be at least 1.")
+        if self.learning_rate <= 0:
+            raise ValueError(f"schedule.learning_rate is {self.learning_rate}; it must be greater than 0.")
         if not 0 <= self.min_learning_rate <= self.learning_rate:
             raise ValueError(
                 f"schedule.min_learning_rate is {self.min_learning_rate}; it must be from 0 to learning_rate {self.learning_rate}."
@@ -32,6 +34,8 @@ class ScheduleConfig:
                 f"schedule.warmup_tokens ({self.warmup_tokens}) and decay_tokens ({self.decay_tokens}) must not be negative, and together "
                 f"at most total_tokens ({self.total_tokens})."
             )
+        if self.kind == "cosine" and self.decay_tokens:
+            raise ValueError("schedule.decay_tokens is of kind warmup_stable_decay: a cosine decays from the warm-up to total_tokens.")
 
 
 def learning_rate(config: ScheduleConfig, tokens: int) -> float:

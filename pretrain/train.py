@@ -4,6 +4,7 @@ The same file runs under torchrun, srun, mpirun, and as one plain process. `trai
 an optimizer step, then logging, validation and checkpoints when they are due.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -101,7 +102,24 @@ def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topolo
         config.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"run_dir {config.run_dir} cannot be made ({error.strerror}). Choose another: --run_dir DIR.") from error
+    if topology.rank == 0:
+        hold_run_dir(config.run_dir)
     return ds_config, index, checkpoint
+
+
+def hold_run_dir(run_dir: Path) -> None:
+    """Keeps a second run out of the directory until this process ends, however it ends.
+
+    A POSIX lock: unlike flock's, it is not inherited by data workers, which outlive a killed trainer by seconds.
+
+    Raises:
+        ValueError: another run holds it.
+    """
+    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT)  # closed with the process
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise ValueError(f"Another run is at work in {run_dir}. Wait for its end or stop it, or choose another: --run_dir DIR.") from error
 
 
 def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, index: Index, checkpoint: Path | None) -> None:

@@ -43,6 +43,10 @@ def test_files_that_the_readme_names_exist() -> None:
         assert (REPOSITORY / path).is_file(), path
 
 
+def test_no_placeholder_is_left() -> None:
+    assert not re.search(r"\b[A-Z]{3,}_[A-Z]{3,}\b(?<!RUN_DIR)", (REPOSITORY / "README.md").read_text())
+
+
 def test_make_targets_exist() -> None:
     makefile = (REPOSITORY / "Makefile").read_text()
     for line in commands():

@@ -4,6 +4,7 @@ What is found before ranks meet is shown by one process, forked from one that ha
 deepspeed launcher show what depends on ranks.
 """
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -120,6 +121,15 @@ def test_a_setting_that_cannot_be_is_refused_at_start(
     given[-1] = str(tmp_path / "ds_batch.json")
     run_alone(trainer, given + options, tmp_path / "output").check_refused(*words)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_in_the_same_directory_is_refused(trainer: ForkServerContext, dataset: Path, tmp_path: Path) -> None:
+    options = write_run(tmp_path, dataset)
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / "lock").open("w") as first:
+        fcntl.lockf(first, fcntl.LOCK_EX)
+        run_alone(trainer, options, tmp_path / "output").check_refused("Another run is at work in", str(tmp_path / "run"), "--run_dir")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 
 
 def test_the_other_apex_is_refused_at_start(dataset: Path, tmp_path: Path) -> None:

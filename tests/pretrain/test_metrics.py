@@ -124,6 +124,17 @@ def test_a_half_written_last_row_is_cut(run: RunConfig) -> None:
     assert steps(run) == [(0, None), (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
 
 
+@pytest.mark.parametrize("damage", [b"garbage\n\x00\xff\n", b"5\n", b"[1]\n", b'{"loss": 1.0}\n', b'{"step": "1"}\n'])
+def test_lines_that_are_no_rows_are_left_out_and_rows_kept(run: RunConfig, damage: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    write_steps(run, 0, 3, loss=1.0)
+    path = run.run_dir / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]) + damage + b"".join(lines[2:]))
+    write_steps(run, 3, 4, loss=2.0)
+    assert [step for step, _ in steps(run)] == [0, 1, 2, 3, 4]
+    assert "unreadable lines left out" in capsys.readouterr().err
+
+
 def test_a_last_row_without_its_newline_is_kept_whole(run: RunConfig) -> None:
     write_steps(run, 0, 3, loss=1.0)
     path = run.run_dir / "metrics.jsonl"

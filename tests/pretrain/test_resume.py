@@ -138,8 +138,15 @@ def test_a_changed_setting_is_refused_by_name_unless_it_is_allowed(run: RunConfi
     assert f"--checkpoint.allow_change '[\"{name}\"]'" in str(refused.value)
     assert find(resume(other, "auto", name)) == checkpoint
     assert find(resume(other, "auto", section)) == checkpoint  # the whole section
-    with pytest.raises(ValueError, match=name):
-        find(resume(other, "auto", section[:-1], "seed"))  # neither part of a word nor another setting
+    with pytest.raises(ValueError, match=f"was made with {name}"):
+        find(resume(other, "auto", "seed"))  # another setting
+
+
+@pytest.mark.parametrize("entry", ["sched", "schedule.total", "log"])
+def test_an_allowed_change_of_what_is_not_compared_is_refused(run: RunConfig, entry: str) -> None:
+    save(run, 1)
+    with pytest.raises(ValueError, match=f"allow_change names {entry}, but .*schedule.total_tokens"):
+        find(resume(run, "auto", entry))
 
 
 def test_another_seed_is_refused_unless_it_is_allowed(run: RunConfig) -> None:

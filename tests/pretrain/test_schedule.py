@@ -56,6 +56,8 @@ def test_a_warmup_as_long_as_the_run() -> None:
         ({"min_learning_rate": 2e-3}, "schedule.min_learning_rate is 0.002; it must be from 0 to learning_rate 0.001"),
         ({"learning_rate": float("nan")}, "learning_rate nan"),
         ({"warmup_tokens": 1101}, r"schedule.warmup_tokens \(1101\).*at most total_tokens \(1100\)"),
+        ({"learning_rate": -1.0}, "schedule.learning_rate is -1.0; it must be greater than 0"),
+        ({"decay_tokens": 10}, "decay_tokens is of kind warmup_stable_decay"),
         ({"decay_tokens": -1}, r"decay_tokens \(-1\) must not be negative"),
     ],
 )
