@@ -8,6 +8,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -247,10 +248,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def working(tokenizer_directory: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """The command at work with two processes on a corpus that takes it long."""
     corpus = tmp_path / "corpus.txt"
-    corpus.write_text("text that goes on\n" * 12_000_000)
+    corpus.write_text("text that goes on\n" * 3_000_000)
     command = [sys.executable, prepare_data.__file__, "--input", str(corpus), "--tokenizer", str(tokenizer_directory)]
     options = ["--output", str(tmp_path / "out"), "--processes", "2", "--block-tokens", "1000"]
-    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
+    # A test run in the background of a shell script has SIGINT ignored, and its children inherit that.
+    hear_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, preexec_fn=hear_sigint) as process:
         wait_until((tmp_path / "out" / ".partial" / "train-00000.tar").exists)
         yield process
 
