@@ -28,9 +28,6 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun does not take it from
 export OMP_NUM_THREADS=$SRUN_CPUS_PER_TASK
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1 PYTHONFAULTHANDLER=1
 export TORCH_EXTENSIONS_DIR=$NODE_LOCAL/torch_extensions TRITON_CACHE_DIR=$NODE_LOCAL/triton
-if [ "$TENSOR_PARALLEL" -gt 1 ]; then
-  export CUDA_DEVICE_MAX_CONNECTIONS=1 # keeps tensor-parallel communication in order with the kernels; it serialises ZeRO's
-fi
 
 # One task a GPU; pretrain/topology.py reads ranks and addresses from Slurm.
 srun --wait=60 --kill-on-bad-exit=1 --label "$PYTHON" -u pretrain/train.py --config "$CONFIG" --ds_config "$DS_CONFIG" \
