@@ -30,6 +30,7 @@ class GRTConfig:
     max_depth: int = 10  # R: the most recurrences in training, and the default at evaluation
     min_depth: int = 1  # the fewest recurrences in training
     depth_sampler: Literal["uniform", "fixed", "poisson", "stratified"] = "uniform"
+    backprop_depth: int | None = None  # gradients go through the last so many recurrences only; None: through all
     max_positions: int = 1024  # the longest sequence
     position: Literal["learned", "rope"] = "learned"
     rope_theta: float = 10000.0
@@ -63,6 +64,7 @@ class GRTConfig:
         else:
             self._require(self.max_depth == 0, "max_depth", "0 when core_blocks is 0 (a dense model)")
             self._require(self.min_depth == 0, "min_depth", "0 when core_blocks is 0 (a dense model)")
+        self._require(self.backprop_depth is None or self.backprop_depth >= 1, "backprop_depth", "at least 1, or null for all recurrences")
         self._require(self.position == "learned" or self.head_size % 2 == 0, "num_heads", "such that the head size is even (for rope)")
         for name in ("rope_theta", "norm_eps", "init_std", "gate_temperature"):
             self._require(getattr(self, name) > 0, name, "greater than 0")
@@ -150,6 +152,40 @@ class GRTConfig:
         blocks = self.prelude_blocks + self.core_blocks * depth + self.coda_blocks
         block = 2 * self._block_matrix_parameters + 4 * sequence_length * d
         return blocks * block + (depth * 10 * d * d if self.core_blocks else 0) + 2 * self.vocab_size * d
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """How the same arithmetic is run: speed and memory, not the mathematics. Free to change at a resume.
+
+    Checkpointing keeps less in the forward pass and computes it again in the backward pass:
+    `recurrence` keeps the state before each recurrence; `block` the input of each block, of the projection and of the gate;
+    `nested` the state before each recurrence and, while one is computed again, the input of its blocks. Prelude and coda are
+    checkpointed by block in the last two.
+
+    Raises:
+        ValueError: a field is out of range, or two contradict each other.
+    """
+
+    checkpointing: Literal["none", "recurrence", "block", "nested"] = "none"
+    keep_last: int = 0  # recurrences at the end of each loop that are not checkpointed (with `recurrence` or `nested`)
+    activation_budget_gib: float | None = None  # of one micro-batch's activations on one rank: keep_last follows from it
+    hoist: bool = True  # compute what projection and gate make of the anchor once, not at each recurrence
+    compile: Literal["none", "recurrence"] = "none"  # torch.compile of one recurrence
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 0:
+            raise ValueError(f"compute.keep_last is {self.keep_last}; it must be at least 0.")
+        budget = self.activation_budget_gib
+        if budget is not None and budget <= 0:
+            raise ValueError(f"compute.activation_budget_gib is {budget}; it must be above 0, or null.")
+        if self.keep_last and budget is not None:
+            raise ValueError("compute.keep_last and compute.activation_budget_gib both say how much to keep; set one of them.")
+        if (self.keep_last or budget is not None) and self.checkpointing not in ("recurrence", "nested"):
+            raise ValueError(
+                f"compute.{'keep_last' if self.keep_last else 'activation_budget_gib'} needs compute.checkpointing recurrence or nested; "
+                f"it is {self.checkpointing}."
+            )
 
 
 def _grt(layout: tuple[int, int, int, int], d: int, heads: int, **other: Any) -> GRTConfig:

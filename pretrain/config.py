@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
-from model.config import GRTConfig
+from model.config import ComputeConfig, GRTConfig
 from pretrain.data import DataConfig
 from pretrain.schedule import ScheduleConfig
 
@@ -42,11 +42,21 @@ class ParallelConfig:
     """How the run is laid out over processes; free to change at a resume."""
 
     tensor_parallel: int = 1
+    sequence_parallel: bool | None = None  # split what tensor parallelism repeats over the sequence; null: where tensor_parallel > 1
     micro_batch_size: int = 1  # sequences a forward pass of one data-parallel rank
+    # How long the core's weights stay gathered: `step` from one optimizer step to the next, `fwd_bwd` from forward to backward, `loop`
+    # inside each of them, `every_use` as ZeRO-3 by itself does (R times the communication; for comparison). `auto`: the first that fits.
+    core_residency: Literal["auto", "step", "fwd_bwd", "loop", "every_use"] = "auto"
 
     def __post_init__(self) -> None:
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("parallel.sequence_parallel is true, but parallel.tensor_parallel is 1: there is nothing to split.")
         _require(self.tensor_parallel >= 1, "parallel.tensor_parallel", self.tensor_parallel, "at least 1")
         _require(self.micro_batch_size >= 1, "parallel.micro_batch_size", self.micro_batch_size, "at least 1")
+
+    @property
+    def splits_sequence(self) -> bool:
+        return self.tensor_parallel > 1 if self.sequence_parallel is None else self.sequence_parallel
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,7 @@ class RunConfig:
     schedule: ScheduleConfig
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -106,6 +117,8 @@ class RunConfig:
             length <= self.model.max_positions, "data.sequence_length", length, f"at most model.max_positions {self.model.max_positions}"
         )
         self.model.validate_tensor_parallel(self.parallel.tensor_parallel)
+        ranks = self.parallel.tensor_parallel if self.parallel.splits_sequence else 1
+        _require(length % ranks == 0, "data.sequence_length", length, f"a multiple of the {ranks} tensor-parallel ranks that share a sequence")
 
     @property
     def tokens_per_step(self) -> int:
