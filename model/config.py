@@ -135,15 +135,24 @@ class GRTConfig:
         return attention + (2 if self.mlp == "gelu" else 3) * d * self.ffn_size
 
     @property
+    def block_parameter_count(self) -> int:
+        """Parameters of one block."""
+        return self._block_matrix_parameters + 2 * self.hidden_size
+
+    @property
+    def core_parameter_count(self) -> int:
+        """Parameters of the core: its blocks, W_proj 2 d^2, the gate 3 d^2; b2, LN_x, LN_p 3 d, LN_c 2 d."""
+        if not self.core_blocks:
+            return 0
+        d = self.hidden_size
+        return self.core_blocks * self.block_parameter_count + 5 * d * d + 3 * d + (2 * d if self.gate_input_norm else 0)
+
+    @property
     def parameter_count(self) -> int:
         """Parameters stored, the tied head once, without vocabulary padding."""
         d = self.hidden_size
-        count = self.stored_blocks * (self._block_matrix_parameters + 2 * d) + self.vocab_size * d + d
-        if self.position == "learned":
-            count += self.max_positions * d
-        if self.core_blocks:  # W_proj 2 d^2, gate 3 d^2; b2, LN_x, LN_p: 3 d, LN_c 2 d
-            count += 5 * d * d + 3 * d + (2 * d if self.gate_input_norm else 0)
-        return count
+        count = (self.prelude_blocks + self.coda_blocks) * self.block_parameter_count + self.core_parameter_count + self.vocab_size * d + d
+        return count + (self.max_positions * d if self.position == "learned" else 0)
 
     def forward_flops_per_token(self, sequence_length: int, depth: int) -> int:
         """Floating-point operations of one token's forward pass, by the nominal convention: full (not causal) attention, 10 d^2 a
@@ -159,7 +168,7 @@ class ComputeConfig:
     """How the same arithmetic is run: speed and memory, not the mathematics. Free to change at a resume.
 
     Checkpointing keeps less in the forward pass and computes it again in the backward pass:
-    `recurrence` keeps the state before each recurrence; `block` the input of each block, of the projection and of the gate;
+    `recurrence` keeps the state before each recurrence; `block` the input of each block (and what projection and gate need);
     `nested` the state before each recurrence and, while one is computed again, the input of its blocks. Prelude and coda are
     checkpointed by block in the last two.
 
@@ -186,6 +195,10 @@ class ComputeConfig:
                 f"compute.{'keep_last' if self.keep_last else 'activation_budget_gib'} needs compute.checkpointing recurrence or nested; "
                 f"it is {self.checkpointing}."
             )
+
+    @property
+    def checkpoints_blocks(self) -> bool:
+        return self.checkpointing in ("block", "nested")
 
 
 def _grt(layout: tuple[int, int, int, int], d: int, heads: int, **other: Any) -> GRTConfig:

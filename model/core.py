@@ -1,21 +1,24 @@
 """The recurrent core: projection, shared blocks, gate, and the loop over recurrences.
 
 `RecurrentCore` owns everything that is used more than once in a forward pass and is ONE module to ZeRO-3 (a leaf): its
-parameters are gathered once for the whole loop and its gradients reduced once, whatever the depth.
+parameters are gathered once for the whole loop and its gradients reduced once, whatever the depth. The anchor, which does not
+change over the recurrences, has its halves of the projection and of the gate's first layer computed once (`hoist`).
 
-Shapes: S sequence, B batch, D hidden size. `anchor` is the prelude's output (h_pre), constant over the recurrences.
+Shapes: T tokens of this rank (the whole sequence without sequence parallelism), B batch, D hidden size. `anchor` is the
+prelude's output (h_pre).
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.config import GRTConfig
+from model.config import ComputeConfig, GRTConfig
 from model.initialization import keyed_normal, replicated
-from model.layers import Block, Norm, ReplicatedLinear
+from model.layers import Block, Norm, ReplicatedLinear, checkpointed
 from model.noise import Stream, normals
 
 
@@ -37,6 +40,32 @@ class GateLogits(nn.Module):
         return F.linear(x, self.weight).to(wide) + (self.bias.to(wide) + self.initial_bias)
 
 
+class HalfLinear(NamedTuple):
+    """W [x, a] for a fixed a: the half of W that meets x, and the other half's product."""
+
+    weight: Tensor  # [D, D]
+    product: Tensor  # [T, B, D]
+
+    def apply(self, x: Tensor) -> Tensor:
+        """[T, B, D] -> [T, B, D]."""
+        return torch.addmm(self.product.flatten(0, -2), x.flatten(0, -2), self.weight.t()).view_as(x)
+
+
+def half_linear(weight: Tensor, fixed: Tensor) -> HalfLinear:
+    """weight [D, 2 D], fixed [T, B, D]. The weight is split here, once: a slice at each use would cost a padded gradient each."""
+    first, second = weight.split(fixed.shape[-1], dim=1)
+    return HalfLinear(first, F.linear(fixed, second))
+
+
+class GateAnchor(NamedTuple):
+    """What the gate's first layer needs of the anchor: W1 with LN_c's weight folded in, and sums for LN_c's statistics."""
+
+    first: HalfLinear
+    row_sums: Tensor  # [D], of the folded W1
+    total: Tensor  # [T, B, 1], sum over the channels of LN_p(anchor), at least fp32
+    square: Tensor  # [T, B, 1], of the squares
+
+
 class Gate(nn.Module):
     """How much of the old state each channel keeps: g = sigmoid(W2 SiLU(W1 LN_c[LN_x(h), LN_p(anchor)]) / tau + noise)."""
 
@@ -50,13 +79,56 @@ class Gate(nn.Module):
         self.w2 = GateLogits(config, f"{name}.w2", dtype, seed)
         self.temperature = config.gate_temperature
 
-    def forward(self, hidden: Tensor, anchor: Tensor, noise: Tensor | None) -> Tensor:
-        """[S, B, D] twice -> g [S, B, D] in at least fp32. `noise` [S, B, 1 or D] is added to the tempered logits."""
-        z = torch.cat((self.state_norm(hidden), self.anchor_norm(anchor)), dim=-1)
-        if self.input_norm is not None:
-            z = self.input_norm(z)
-        logits = self.w2(F.silu(self.w1(z))) / self.temperature
+    def forward(self, hidden: Tensor, anchor: Tensor | GateAnchor, noise: Tensor | None) -> Tensor:
+        """hidden [T, B, D] and the anchor, whole or as `hoist` made it -> g [T, B, D] in at least fp32.
+
+        `noise` [T, B, 1 or D] is added to the tempered logits.
+        """
+        state = self.state_norm(hidden)
+        if isinstance(anchor, GateAnchor):
+            first = self._first_layer(state, anchor)
+        else:
+            z = torch.cat((state, self.anchor_norm(anchor)), dim=-1)
+            first = self.w1(z if self.input_norm is None else self.input_norm(z))
+        logits = self.w2(F.silu(first)) / self.temperature
         return torch.sigmoid(logits if noise is None else logits + noise)
+
+    def hoist(self, anchor: Tensor) -> GateAnchor:
+        """The part of the first layer that depends on the anchor [T, B, D] alone."""
+        normed = self.anchor_norm(anchor)
+        wide = torch.promote_types(normed.dtype, torch.float32)
+        weight = self.w1.weight if self.input_norm is None else self.w1.weight * self.input_norm.weight
+        return GateAnchor(
+            first=half_linear(weight, normed),
+            row_sums=weight.sum(1, dtype=wide).to(weight.dtype),
+            total=normed.sum(-1, keepdim=True, dtype=wide),
+            square=_square_sum(normed),
+        )
+
+    def _first_layer(self, state: Tensor, anchor: GateAnchor) -> Tensor:
+        """W1 LN_c[state, LN_p(anchor)] without forming the concatenation: (W1' z - mean(z) W1' 1) / std(z), W1' = W1 diag(LN_c.weight)."""
+        product = anchor.first.apply(state)
+        if self.input_norm is None:
+            return product
+        channels = 2 * state.shape[-1]
+        mean_square = (_square_sum(state) + anchor.square) / channels
+        if self.input_norm.rms:
+            return product * (mean_square + self.input_norm.eps).rsqrt().to(product.dtype)
+        mean = (state.sum(-1, keepdim=True, dtype=anchor.total.dtype) + anchor.total) / channels
+        scale = (mean_square - mean.square() + self.input_norm.eps).rsqrt()
+        return (product - mean.to(product.dtype) * anchor.row_sums) * scale.to(product.dtype)
+
+
+def _square_sum(x: Tensor) -> Tensor:
+    """[..., D] -> [..., 1] in at least fp32."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)).square()
+
+
+class HoistedAnchor(NamedTuple):
+    """All that a recurrence reads of the anchor, computed once for the loop."""
+
+    projection: HalfLinear
+    gate: GateAnchor
 
 
 @dataclass(frozen=True)
@@ -64,19 +136,27 @@ class NoiseKey:
     """What the noise of a batch is a function of, besides the recurrence."""
 
     seed: int
-    positions_SB: Tensor  # int64, global token positions
+    positions: Tensor  # int64 [T, B], global token positions
 
 
 class RecurrentCore(nn.Module):
     """h <- g * h + (1 - g) * Blocks(W_proj [h + eps_x, anchor]), `depth` times from h = anchor."""
 
-    def __init__(self, config: GRTConfig, name: str, parallel: ModelParallelConfig, seed: int) -> None:
+    def __init__(self, config: GRTConfig, name: str, parallel: ModelParallelConfig, seed: int, compute: ComputeConfig) -> None:
         super().__init__()
         d, dtype = config.hidden_size, parallel.params_dtype
         self.config = config
+        self.compute = compute
         self.projection = ReplicatedLinear(2 * d, d, f"{name}.projection", config, dtype, seed)
-        self.blocks = nn.ModuleList(Block(config, f"{name}.blocks.{i}", parallel, seed) for i in range(config.core_blocks))
+        self.blocks = nn.ModuleList(
+            Block(config, f"{name}.blocks.{i}", parallel, seed, compute.checkpoints_blocks) for i in range(config.core_blocks)
+        )
         self.gate = Gate(config, f"{name}.gate", dtype, seed)
+        self._recurrence = self._compute_recurrence
+        if compute.compile == "recurrence":
+            # Megatron's row-parallel linear breaks the graph where it communicates (0.16.1), so whole graphs are for one rank.
+            whole = parallel.tensor_model_parallel_size == 1
+            self._recurrence = torch.compile(self._compute_recurrence, fullgraph=whole, dynamic=False)
 
     def forward(
         self, anchor: Tensor, mask: Tensor | None, rotary: Tensor | None, depth: int, noise_key: NoiseKey | None, measure: bool
@@ -84,45 +164,86 @@ class RecurrentCore(nn.Module):
         """Runs `depth` recurrences; depth 0 returns the anchor, but through this forward, on which ZeRO-3's trace relies.
 
         Args:
-            anchor: [S, B, D].
+            anchor: [T, B, D].
             mask, rotary: as in `Attention`.
             noise_key: None for the noise-free core.
             measure: whether to take statistics of the gate.
 
         Returns:
-            hidden [S, B, D], and statistics fp32 [depth, 2], detached: the gate's mean and the relative size of the update,
-            |h_r - h_{r-1}| / |h_{r-1}|, by recurrence ([0, 2] unless asked for).
+            hidden [T, B, D], and statistics fp32 [depth, 2], detached, of this rank's tokens: the gate's mean and the relative size
+            of the update, |h_r - h_{r-1}| / |h_{r-1}|, by recurrence ([0, 2] unless asked for).
         """
+        fixed = self._hoist(anchor) if self.compute.hoist and depth else anchor
+        without_gradient = 0 if self.config.backprop_depth is None else depth - self.config.backprop_depth
+        keeps_state_only = depth - self.compute.keep_last if self.compute.checkpointing in ("recurrence", "nested") else 0
         hidden = anchor
         measured = []
         for recurrence in range(1, depth + 1):
-            gate, updated = self._recur(hidden, anchor, mask, rotary, recurrence, noise_key)
-            if measure:
+            inputs = (hidden, fixed, mask, rotary, recurrence, noise_key, measure)
+            if recurrence <= without_gradient:
                 with torch.no_grad():
-                    measured.append(torch.stack((gate.float().mean(), (updated - hidden).float().norm() / hidden.float().norm())))
-            hidden = updated
+                    hidden, statistics = self._recur(*inputs)
+            elif recurrence <= keeps_state_only:
+                hidden, statistics = checkpointed(self._recur, *inputs, hooked=bool(self.blocks[0]._forward_hooks))
+            else:
+                hidden, statistics = self._recur(*inputs)
+            if measure:
+                measured.append(statistics)
         return hidden, torch.stack(measured) if measured else torch.zeros(0, 2, device=anchor.device)
 
+    def _hoist(self, anchor: Tensor) -> HoistedAnchor:
+        return HoistedAnchor(half_linear(self.projection.weight, anchor), self.gate.hoist(anchor))
+
     def _recur(
-        self, hidden: Tensor, anchor: Tensor, mask: Tensor | None, rotary: Tensor | None, recurrence: int, noise_key: NoiseKey | None
+        self,
+        hidden: Tensor,
+        anchor: Tensor | HoistedAnchor,
+        mask: Tensor | None,
+        rotary: Tensor | None,
+        recurrence: int,
+        noise_key: NoiseKey | None,
+        measure: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One recurrence with its noise. Returns the new state, and its row of statistics if asked for."""
+        updated, gate = self._recurrence(
+            hidden, anchor, mask, rotary, self._state_noise(noise_key, recurrence, hidden), self._gate_noise(noise_key, recurrence)
+        )
+        if not measure:
+            return updated, None
+        with torch.no_grad():
+            return updated, torch.stack((gate.float().mean(), (updated - hidden).float().norm() / hidden.float().norm()))
+
+    def _compute_recurrence(
+        self,
+        hidden: Tensor,
+        anchor: Tensor | HoistedAnchor,
+        mask: Tensor | None,
+        rotary: Tensor | None,
+        state_noise: Tensor | None,
+        gate_noise: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """One recurrence. Returns the gate and the new state."""
-        gate = self.gate(hidden, anchor, self._gate_noise(noise_key, recurrence))
-        candidate = self.projection(torch.cat((self._noisy(hidden, noise_key, recurrence), anchor), dim=-1))
+        """The new state and the gate. Nothing here depends on the number of the recurrence, so it is compiled once."""
+        noisy = hidden if state_noise is None else hidden + state_noise
+        if isinstance(anchor, HoistedAnchor):
+            gate = self.gate(hidden, anchor.gate, gate_noise)
+            candidate = anchor.projection.apply(noisy)
+        else:
+            gate = self.gate(hidden, anchor, gate_noise)
+            candidate = self.projection(torch.cat((noisy, anchor), dim=-1))
         for block in self.blocks:
             candidate = block(candidate, mask, rotary)
-        return gate, (gate * hidden + (1 - gate) * candidate).to(hidden.dtype)
+        return (gate * hidden + (1 - gate) * candidate).to(hidden.dtype), gate
 
-    def _noisy(self, hidden: Tensor, noise_key: NoiseKey | None, recurrence: int) -> Tensor:
-        """hidden + eps_x, one draw an element."""
+    def _state_noise(self, noise_key: NoiseKey | None, recurrence: int, hidden: Tensor) -> Tensor | None:
+        """eps_x, one draw an element [T, B, D], in the state's dtype."""
         if noise_key is None or self.config.state_noise == 0:
-            return hidden
-        draw = normals(noise_key.seed, noise_key.positions_SB, hidden.shape[-1], Stream.STATE, recurrence)
-        return hidden + (draw * self.config.state_noise).to(hidden.dtype)
+            return None
+        draw = normals(noise_key.seed, noise_key.positions, hidden.shape[-1], Stream.STATE, recurrence)
+        return (draw * self.config.state_noise).to(hidden.dtype)
 
     def _gate_noise(self, noise_key: NoiseKey | None, recurrence: int) -> Tensor | None:
-        """eps_g, one draw a token [S, B, 1] or an element [S, B, D], in fp32."""
+        """eps_g, one draw a token [T, B, 1] or an element [T, B, D], in fp32."""
         if noise_key is None or self.config.gate_noise == 0:
             return None
         channels = 1 if self.config.gate_noise_per == "token" else self.config.hidden_size
-        return normals(noise_key.seed, noise_key.positions_SB, channels, Stream.GATE, recurrence) * self.config.gate_noise
+        return normals(noise_key.seed, noise_key.positions, channels, Stream.GATE, recurrence) * self.config.gate_noise

@@ -3,19 +3,22 @@
 The loss is computed inside, so that ZeRO-3 sees every use of the tied embedding. A model without core blocks is a dense
 transformer.
 
-Shapes: S sequence, B batch, D hidden size, V padded vocabulary of this tensor-parallel rank.
+Shapes: S sequence, T this rank's part of it under sequence parallelism (else S), B batch, D hidden size, V padded vocabulary of
+this tensor-parallel rank.
 """
 
 import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import VocabParallelEmbedding
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.config import GRTConfig
+from model.config import ComputeConfig, GRTConfig
 from model.core import NoiseKey, RecurrentCore
 from model.initialization import keyed_normal, replicated
 from model.layers import Block, Norm, rotary_embedding
+from model.loss import linear_cross_entropy
+from model.parallel import enter_tensor_parallel, own_tokens
 
 
 class PositionEmbedding(nn.Module):
@@ -36,21 +39,59 @@ class Embedding(nn.Module):
 
     def __init__(self, config: GRTConfig, name: str, parallel: ModelParallelConfig, seed: int) -> None:
         super().__init__()
+        self.parallel = parallel
         self.tokens = VocabParallelEmbedding(
             config.padded_vocab_size,
             config.hidden_size,
             init_method=keyed_normal(seed, f"{name}.tokens.weight", config.init_std),
             config=parallel,
+            reduce_scatter_embeddings=parallel.sequence_parallel,
         )
         learned = config.position == "learned"
         self.positions = PositionEmbedding(config, f"{name}.positions", parallel.params_dtype, seed) if learned else None
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
-        """int64 [B, S] twice -> [S, B, D]."""
+        """int64 [B, S] twice -> [T, B, D]."""
         embedded = self.tokens(tokens_BS)
+        if not self.parallel.sequence_parallel:  # else Megatron's embedding has done so
+            embedded = embedded.transpose(0, 1).contiguous()
         if self.positions is not None:
-            embedded = embedded + self.positions(positions_BS)
-        return embedded.transpose(0, 1).contiguous()
+            embedded = embedded + self.positions(own_tokens(positions_BS.t(), self.parallel))
+        return embedded
+
+
+class Head(nn.Module):
+    """Tied head and loss.
+
+    It reads the embedding's weight in its own forward, where ZeRO-3 sees that it does.
+    """
+
+    def __init__(self, config: GRTConfig, parallel: ModelParallelConfig, embedding: VocabParallelEmbedding) -> None:
+        super().__init__()
+        self.config = config
+        self.parallel = parallel
+        self._tied = (embedding,)  # in a tuple: not a child, whose parameters would be listed and gathered twice
+
+    def forward(self, hidden: Tensor, targets_BS: Tensor | None, weights_BS: Tensor | None) -> Tensor:
+        """[T, B, D] -> loss, fp32 scalar, or without targets logits [S, B, V]; as in `GRT.forward`."""
+        (embedding,) = self._tied
+        hidden = enter_tensor_parallel(hidden, self.parallel)
+        if targets_BS is None:
+            logits_SBV = F.linear(hidden, embedding.weight)
+            padding = self.config.vocab_size - embedding.vocab_start_index  # first padded column of this rank
+            logits_SBV[..., max(padding, 0) :] = float("-inf")
+            return logits_SBV
+        if weights_BS is None:
+            weights_BS = torch.full_like(targets_BS, 1 / targets_BS.numel(), dtype=torch.float32)
+        return linear_cross_entropy(
+            hidden.flatten(0, 1),
+            embedding.weight,
+            targets_BS.t().flatten(),
+            weights_BS.t().flatten(),
+            first_column=embedding.vocab_start_index,
+            vocab_size=self.config.vocab_size,
+            group=embedding.tp_group,
+        )
 
 
 class GRT(nn.Module):
@@ -60,27 +101,26 @@ class GRT(nn.Module):
         config: sizes.
         parallel: Megatron's layer settings (`model.parallel.layer_config`); its groups must be initialised.
         seed: of the initial weights and of the noise.
+        compute: how the arithmetic is run; the default is a model without checkpointing or compilation.
     """
 
-    def __init__(self, config: GRTConfig, parallel: ModelParallelConfig, seed: int) -> None:
+    def __init__(self, config: GRTConfig, parallel: ModelParallelConfig, seed: int, compute: ComputeConfig | None = None) -> None:
         super().__init__()
         config.validate_tensor_parallel(parallel.tensor_model_parallel_size)
         self.config = config
         self.seed = seed
+        self.parallel = parallel
+        compute = compute or ComputeConfig()
+
+        def blocks(name: str, count: int) -> nn.ModuleList:
+            return nn.ModuleList(Block(config, f"{name}.{i}", parallel, seed, compute.checkpoints_blocks) for i in range(count))
+
         self.embedding = Embedding(config, "embedding", parallel, seed)
-        self.prelude = nn.ModuleList(Block(config, f"prelude.{i}", parallel, seed) for i in range(config.prelude_blocks))
-        self.core = RecurrentCore(config, "core", parallel, seed) if config.core_blocks else None
-        self.coda = nn.ModuleList(Block(config, f"coda.{i}", parallel, seed) for i in range(config.coda_blocks))
+        self.prelude = blocks("prelude", config.prelude_blocks)
+        self.core = RecurrentCore(config, "core", parallel, seed, compute) if config.core_blocks else None
+        self.coda = blocks("coda", config.coda_blocks)
         self.final_norm = Norm(config.hidden_size, config, parallel.params_dtype)
-        self.head = ColumnParallelLinear(  # without a weight of its own: it is called with the embedding's
-            config.hidden_size,
-            config.padded_vocab_size,
-            config=parallel,
-            init_method=lambda _: None,
-            bias=False,
-            gather_output=False,
-            skip_weight_param_allocation=True,
-        )
+        self.head = Head(config, parallel, self.embedding.tokens)
 
     def forward(
         self,
@@ -91,9 +131,10 @@ class GRT(nn.Module):
         sequences_B: Tensor | None = None,
         positions_BS: Tensor | None = None,
         segments_BS: Tensor | None = None,
+        weights_BS: Tensor | None = None,
         measure: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The loss of each token, or the logits.
+        """The loss, or the logits.
 
         Args:
             tokens_BS: int64 [B, S].
@@ -102,10 +143,11 @@ class GRT(nn.Module):
             sequences_B: int64 [B], number of each sequence in the stream, which keys the noise; None means noise-free (evaluation).
             positions_BS: int64 [B, S], position of each token in its document; None counts from 0.
             segments_BS: int64 [B, S], document of each token: attention stays inside it; None means one document.
+            weights_BS: fp32 [B, S], weight of each token's loss in the sum; None means the mean of all tokens.
             measure: whether to take the core's statistics.
 
         Returns:
-            fp32 losses [B, S], or logits [S, B, V] with -inf in the padded columns; and the core's statistics [depth, 2].
+            the loss, an fp32 scalar, or logits [S, B, V] with -inf in the padded columns; and the core's statistics [depth, 2].
 
         Raises:
             ValueError: the sequence is longer than `max_positions`.
@@ -125,23 +167,13 @@ class GRT(nn.Module):
             hidden = block(hidden, mask, rotary)
         core_statistics = hidden.new_zeros(0, 2)
         if self.core is not None:
-            noise_key = None if sequences_B is None else NoiseKey(self.seed, noise_positions(sequences_B, length))
+            noise_key = None
+            if sequences_B is not None:
+                noise_key = NoiseKey(self.seed, own_tokens(noise_positions(sequences_B, length), self.parallel))
             hidden, core_statistics = self.core(hidden, mask, rotary, depth, noise_key, measure)
         for block in self.coda:
             hidden = block(hidden, mask, rotary)
-
-        logits_SBV = self.logits(self.final_norm(hidden))
-        if targets_BS is None:
-            return logits_SBV, core_statistics
-        losses_SB = vocab_parallel_cross_entropy(logits_SBV, targets_BS.t().contiguous())
-        return losses_SB.t(), core_statistics
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, B, D] -> [S, B, V] by the tied embedding, padded columns -inf."""
-        logits_SBV, _ = self.head(hidden, weight=self.embedding.tokens.weight)
-        padding = self.config.vocab_size - self.embedding.tokens.vocab_start_index  # first padded column of this rank
-        logits_SBV[..., max(padding, 0) :] = float("-inf")
-        return logits_SBV
+        return self.head(self.final_norm(hidden), targets_BS, weights_BS), core_statistics
 
 
 def noise_positions(sequences_B: Tensor, length: int) -> Tensor:

@@ -1,19 +1,27 @@
 """The transformer block and its parts, on Megatron's tensor-parallel linears.
 
 Matrices that read the residual stream are split by output rows, those that write to it by input columns; norms are
-replicated. Dense, grouped-query, learned-position and rotary, GELU and SwiGLU models are the same block.
+replicated. Dense, grouped-query, learned-position and rotary, GELU and SwiGLU models are the same block. Under sequence
+parallelism a rank's residual stream holds its own tokens only.
 
-Shapes: S sequence, B batch, D hidden size, N query heads of this rank, K key-value heads of this rank, H head size.
+Shapes: T tokens of this rank (the whole sequence without sequence parallelism), S sequence, B batch, D hidden size,
+N query heads of this rank, K key-value heads of this rank, H head size.
 """
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from model.config import GRTConfig
 from model.initialization import keyed_normal, replicated
+from model.parallel import enter_tensor_parallel
 
 
 class Norm(nn.Module):
@@ -45,19 +53,25 @@ class ReplicatedLinear(nn.Module):
 
 
 def column_parallel(size_in: int, size_out: int, name: str, std: float, parallel: ModelParallelConfig, seed: int) -> ColumnParallelLinear:
-    """[S, B, size_in] -> [S, B, size_out / TP]: weight split by output rows."""
-    init_method = keyed_normal(seed, f"{name}.weight", std)
-    return ColumnParallelLinear(size_in, size_out, config=parallel, init_method=init_method, bias=False, gather_output=False)
+    """[S, B, size_in] -> [S, B, size_out / TP]: weight split by output rows. Its input has gone through `enter_tensor_parallel`."""
+    return ColumnParallelLinear(
+        size_in,
+        size_out,
+        config=replace(parallel, sequence_parallel=False),
+        init_method=keyed_normal(seed, f"{name}.weight", std),
+        bias=False,
+        gather_output=False,
+        disable_grad_reduce=True,
+    )
 
 
 def row_parallel(size_in: int, size_out: int, name: str, std: float, parallel: ModelParallelConfig, seed: int) -> RowParallelLinear:
-    """[S, B, size_in / TP] -> [S, B, size_out], summed over the tensor-parallel group: weight split by input columns."""
-    init_method = keyed_normal(seed, f"{name}.weight", std)
+    """[S, B, size_in / TP] -> [T, B, size_out], summed over the tensor-parallel group: weight split by input columns."""
     return RowParallelLinear(
         size_in,
         size_out,
         config=parallel,
-        init_method=init_method,
+        init_method=keyed_normal(seed, f"{name}.weight", std),
         bias=False,
         input_is_parallel=True,
         skip_bias_add=False,
@@ -84,6 +98,7 @@ class Attention(nn.Module):
     def __init__(self, config: GRTConfig, name: str, parallel: ModelParallelConfig, seed: int) -> None:
         super().__init__()
         d, kv_size = config.hidden_size, config.kv_heads * config.head_size
+        self.parallel = parallel
         self.head_size = config.head_size
         self.grouped = config.kv_heads != config.num_heads
         # Separate matrices: a fused one, split over ranks, would not be a slice of the whole.
@@ -93,12 +108,13 @@ class Attention(nn.Module):
         self.out = row_parallel(d, d, f"{name}.out", config.residual_init_std, parallel, seed)
 
     def forward(self, x: Tensor, mask: Tensor | None, rotary: Tensor | None) -> Tensor:
-        """[S, B, D] -> [S, B, D].
+        """[T, B, D] -> [T, B, D].
 
         Args:
             mask: bool [B, 1, S, S], True where attention is allowed; None means causal.
             rotary: [2, S, B, 1, H], or None.
         """
+        x = enter_tensor_parallel(x, self.parallel)
         q_SBNH = self.q(x)[0].unflatten(-1, (-1, self.head_size))
         k_SBKH = self.k(x)[0].unflatten(-1, (-1, self.head_size))
         v_SBKH = self.v(x)[0].unflatten(-1, (-1, self.head_size))
@@ -121,27 +137,51 @@ class MLP(nn.Module):
     def __init__(self, config: GRTConfig, name: str, parallel: ModelParallelConfig, seed: int) -> None:
         super().__init__()
         d, f = config.hidden_size, config.ffn_size
+        self.parallel = parallel
         self.up = column_parallel(d, f, f"{name}.up", config.init_std, parallel, seed)
         self.gate = column_parallel(d, f, f"{name}.gate", config.init_std, parallel, seed) if config.mlp == "swiglu" else None
         self.down = row_parallel(f, d, f"{name}.down", config.residual_init_std, parallel, seed)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[S, B, D] -> [S, B, D]."""
+        """[T, B, D] -> [T, B, D]."""
+        x = enter_tensor_parallel(x, self.parallel)
         up = self.up(x)[0]
         return self.down(F.gelu(up) if self.gate is None else F.silu(self.gate(x)[0]) * up)[0]
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block; carries its own residual connections."""
+    """Pre-norm transformer block; carries its own residual connections.
 
-    def __init__(self, config: GRTConfig, name: str, parallel: ModelParallelConfig, seed: int) -> None:
+    Args:
+        keeps_input_only: compute everything inside again in the backward pass.
+    """
+
+    def __init__(self, config: GRTConfig, name: str, parallel: ModelParallelConfig, seed: int, keeps_input_only: bool) -> None:
         super().__init__()
+        self.keeps_input_only = keeps_input_only
         self.attention_norm = Norm(config.hidden_size, config, parallel.params_dtype)
         self.attention = Attention(config, f"{name}.attention", parallel, seed)
         self.mlp_norm = Norm(config.hidden_size, config, parallel.params_dtype)
         self.mlp = MLP(config, f"{name}.mlp", parallel, seed)
 
     def forward(self, hidden: Tensor, mask: Tensor | None, rotary: Tensor | None) -> Tensor:
-        """[S, B, D] -> [S, B, D]; mask and rotary as in `Attention`."""
+        """[T, B, D] -> [T, B, D]; mask and rotary as in `Attention`."""
+        if self.keeps_input_only and torch.is_grad_enabled():
+            return checkpointed(self._compute, hidden, mask, rotary, hooked=bool(self._forward_hooks))
+        return self._compute(hidden, mask, rotary)
+
+    def _compute(self, hidden: Tensor, mask: Tensor | None, rotary: Tensor | None) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), mask, rotary)
         return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+def checkpointed(function: Callable[..., Any], *inputs: Any, hooked: bool) -> Any:
+    """function(*inputs), of which only the inputs are kept for the backward pass.
+
+    Never reentrant: under ZeRO-3 a reentrant checkpoint of a module that runs several times loses gradients. No generator is saved:
+    the noise is counter-based and there is no dropout.
+
+    Args:
+        hooked: the modules inside have ZeRO-3's hooks; computing again must then run to the end, where they release the weights.
+    """
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, early_stop=not hooked)

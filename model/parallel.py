@@ -4,18 +4,25 @@ Order matters (measured on deepspeed 0.19.8 and megatron-core 0.16.1): initialis
 groups, then build the model, then `deepspeed.initialize(..., mpu=ParallelGroups())`.
 """
 
+from typing import Any
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 
 def initialize_model_parallel(tensor_parallel: int) -> None:
     """Splits the initialised world into tensor-parallel groups of neighbouring ranks, and data-parallel groups across them."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
+    if not torch.cuda.is_available():
+        # Megatron's sequence-parallel primitives allocate on torch.cuda.current_device(), also where there is no CUDA (0.16.1).
+        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
 
 
-def layer_config(tensor_parallel: int, dtype: torch.dtype) -> ModelParallelConfig:
+def layer_config(tensor_parallel: int, dtype: torch.dtype, sequence_parallel: bool = False) -> ModelParallelConfig:
     """Settings of Megatron's layers.
 
     Weights are drawn whole on the CPU and sliced, so that they do not depend on the layout. `perform_initialization` stays on:
@@ -23,11 +30,47 @@ def layer_config(tensor_parallel: int, dtype: torch.dtype) -> ModelParallelConfi
     """
     return ModelParallelConfig(
         tensor_model_parallel_size=tensor_parallel,
+        sequence_parallel=sequence_parallel,
         params_dtype=dtype,
         use_cpu_initialization=True,
         perform_initialization=True,
         gradient_accumulation_fusion=False,
     )
+
+
+def enter_tensor_parallel(x: Tensor, parallel: ModelParallelConfig) -> Tensor:
+    """This rank's tokens [S, B, D] -> the tokens of the whole group, as input of column-parallel layers.
+
+    Under sequence parallelism S is this rank's part of the sequence and the result's S the whole; else nothing changes. In the
+    backward pass the group's partial gradients are summed (and split again). Once for all the layers that read x, where Megatron's
+    own linears would communicate once each.
+    """
+    if parallel.sequence_parallel:
+        return gather_from_sequence_parallel_region(x)
+    return copy_to_tensor_model_parallel_region(x)
+
+
+def own_tokens(x: Tensor, parallel: ModelParallelConfig) -> Tensor:
+    """[S, ...] of the whole sequence -> this rank's part of it under sequence parallelism, else x. No gradient flows back."""
+    if not parallel.sequence_parallel:
+        return x
+    return x.chunk(parallel.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
+
+
+def sum_replicated_gradients(model: nn.Module) -> None:
+    """Registers the sum over the tensor-parallel group of the gradients of replicated parameters, which under sequence
+    parallelism each rank has for its own tokens only. After `deepspeed.initialize`, once."""
+    group = parallel_state.get_tensor_model_parallel_group()
+
+    def summed(gradient: Tensor) -> Tensor:
+        gradient = gradient.contiguous()
+        torch.distributed.all_reduce(gradient, group=group)
+        return gradient
+
+    parameters: list[Any] = list(model.parameters())  # with Megatron's attributes
+    for parameter in parameters:
+        if not getattr(parameter, "tensor_model_parallel", False):
+            parameter.register_hook(summed)
 
 
 class ParallelGroups:

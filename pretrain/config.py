@@ -118,7 +118,7 @@ class RunConfig:
         )
         self.model.validate_tensor_parallel(self.parallel.tensor_parallel)
         ranks = self.parallel.tensor_parallel if self.parallel.splits_sequence else 1
-        _require(length % ranks == 0, "data.sequence_length", length, f"a multiple of the {ranks} tensor-parallel ranks that share a sequence")
+        _require(length % ranks == 0, "data.sequence_length", length, f"a multiple of the {ranks} ranks that share a sequence")
 
     @property
     def tokens_per_step(self) -> int:

@@ -40,6 +40,7 @@ def load_ds_config(path: Path, config: RunConfig, data_parallel: int) -> dict[st
     if not isinstance(ds_config, dict):
         raise ValueError(f"--ds_config {path} holds a JSON {type(ds_config).__name__}; DeepSpeed's config is an object.")
     _refuse_unusable(ds_config, path)
+    _refuse_more_gathers(ds_config, config, path)
     for key, value in _run_values(config, data_parallel).items():
         _settle(ds_config, key, value, path)
     for key, value in _tuned_values(config).items():
@@ -67,22 +68,36 @@ def _run_values(config: RunConfig, data_parallel: int) -> dict[str, Any]:
 
 
 def _tuned_values(config: RunConfig) -> dict[str, Any]:
-    """ZeRO-3 settings for which "auto" means "as this model needs": room for the whole core, gathered in order."""
+    """ZeRO-3 settings for which "auto" means "as this model and its residency need"."""
     model = config.model
-    core = model.parameter_count * model.core_blocks // model.stored_blocks + 5 * model.hidden_size**2
+    room = whole_trace(config)
+    by_itself = config.parallel.core_residency == "every_use"  # the baseline: one block at a time
     return {
-        "zero_optimization.stage3_prefetch_bucket_size": max(core, 1),
-        "zero_optimization.stage3_max_live_parameters": model.parameter_count + 2 * core,
-        "zero_optimization.stage3_max_reuse_distance": model.parameter_count + 2 * core,
+        "zero_optimization.stage3_prefetch_bucket_size": model.block_parameter_count if by_itself else room,
+        "zero_optimization.stage3_max_live_parameters": 2 * model.block_parameter_count if by_itself else room,
+        "zero_optimization.stage3_max_reuse_distance": 0 if config.parallel.core_residency in ("loop", "every_use") else room,
         "zero_optimization.stage3_param_persistence_threshold": 10 * model.hidden_size,
         "zero_optimization.reduce_bucket_size": max(model.hidden_size**2, 500_000),
     }
+
+
+def whole_trace(config: RunConfig) -> int:
+    """No fewer elements than the modules of one forward and backward pass hold, each counted at each of its visits.
+
+    A module is visited once forward, once backward, and once more where its block is computed again; the tied embedding also as head.
+    """
+    return 6 * config.model.parameter_count
 
 
 def _refuse_unusable(ds_config: dict[str, Any], path: Path) -> None:
     refusals = (
         (_get(ds_config, "zero_optimization.stage") != 3, "zero_optimization.stage must be 3: the checkpoint format is ZeRO-3's"),
         (_get(ds_config, "fp16.enabled") is True, "fp16 is not offered: use optim.precision bf16 or fp32"),
+        (
+            "activation_checkpointing" in ds_config,
+            "remove 'activation_checkpointing': DeepSpeed's is reentrant, which loses gradients of a module that runs several times; set "
+            "compute.checkpointing",
+        ),
         ("bfloat16" in ds_config, "write 'bf16' for 'bfloat16', the name that DeepSpeed has left behind"),
         ("scheduler" in ds_config, "remove 'scheduler': the learning rate comes from the run config's schedule section"),
         ("optimizer" in ds_config, "remove 'optimizer': AdamW comes from the run config's optim section"),
@@ -98,6 +113,27 @@ def _refuse_unusable(ds_config: dict[str, Any], path: Path) -> None:
     for refused, reason in refusals:
         if refused:
             raise ValueError(f"{path}: {reason}.")
+
+
+def _refuse_more_gathers(ds_config: dict[str, Any], config: RunConfig, path: Path) -> None:
+    """Settings with which the core would be gathered more often than its residency says."""
+    for key in ("leaf_module", "stage3_module_granularity_threshold"):
+        if _get(ds_config, f"zero_optimization.{key}"):
+            raise ValueError(
+                f"{path}: remove zero_optimization.{key}: the recurrent core is the only module to be gathered as a whole, and one that "
+                "runs several times in a forward pass would be reduced several times."
+            )
+    key = "zero_optimization.stage3_max_reuse_distance"
+    given, residency = _get(ds_config, key), config.parallel.core_residency
+    if given in (None, "auto"):
+        return
+    if residency == "loop" and given != 0:
+        raise ValueError(f"{path} says {key} = {given}, but parallel.core_residency loop frees the core after each pass: write auto, or 0.")
+    if residency == "fwd_bwd" and given < whole_trace(config):
+        raise ValueError(
+            f"{path} says {key} = {given}, with which the core would be gathered again for the backward pass, but parallel.core_residency "
+            f"is fwd_bwd: write auto, or at least {whole_trace(config)}."
+        )
 
 
 def _settle(ds_config: dict[str, Any], key: str, value: Any, path: Path) -> None:

@@ -1,7 +1,7 @@
 """The DeepSpeed engine of a run: process groups, model under ZeRO-3, AdamW.
 
-One fact to know: the recurrent core is a ZeRO-3 leaf whose parameters stay gathered from one optimizer step to the next, so
-that its communication does not depend on the depth.
+One fact to know: the recurrent core is a ZeRO-3 leaf, gathered as a whole, so that its communication does not depend on the
+depth. How long it then stays gathered is `parallel.core_residency`.
 """
 
 import os
@@ -16,7 +16,7 @@ from torch import nn
 
 from model.core import RecurrentCore
 from model.grt import GRT, PositionEmbedding
-from model.parallel import ParallelGroups, initialize_model_parallel, layer_config
+from model.parallel import ParallelGroups, initialize_model_parallel, layer_config, sum_replicated_gradients
 from pretrain.config import RunConfig
 from pretrain.topology import Topology
 
@@ -37,13 +37,18 @@ def initialize_distributed(topology: Topology, tensor_parallel: int) -> torch.de
 
 
 def build_engine(config: RunConfig, ds_config: dict[str, Any]) -> DeepSpeedEngine:
-    """The model, partitioned as it is built, and its optimizer."""
+    """The model, under ZeRO-3 partitioned as it is built, and its optimizer."""
     dtype = torch.bfloat16 if config.optim.precision == "bf16" else torch.float32
     groups = ParallelGroups()
+    parallel = config.parallel
+    partitioned = ds_config["zero_optimization"]["stage"] == 3
     # Without its dtype argument: deepspeed 0.19.8 then takes bf16 on a CPU without fp16 instructions, whatever was passed.
-    with deepspeed.zero.Init(data_parallel_group=groups.get_data_parallel_group(), config_dict_or_path=ds_config, mpu=groups):
-        model = GRT(config.model, layer_config(config.parallel.tensor_parallel, dtype), config.seed)
-    if model.core is not None:
+    with deepspeed.zero.Init(
+        data_parallel_group=groups.get_data_parallel_group(), config_dict_or_path=ds_config, mpu=groups, enabled=partitioned
+    ):
+        layers = layer_config(parallel.tensor_parallel, dtype, parallel.splits_sequence)
+        model = GRT(config.model, layers, config.seed, config.compute)
+    if partitioned and model.core is not None and parallel.core_residency != "every_use":
         set_z3_leaf_modules(model, [RecurrentCore])
     optimizer = torch.optim.AdamW(
         parameter_groups(model, config.optim.weight_decay),
@@ -53,8 +58,10 @@ def build_engine(config: RunConfig, ds_config: dict[str, Any]) -> DeepSpeedEngin
         fused=True,
     )
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, mpu=groups)
-    if model.core is not None:
-        _keep_gathered(engine, model.core)
+    if parallel.splits_sequence:
+        sum_replicated_gradients(model)
+    if partitioned and model.core is not None and parallel.core_residency in ("step", "auto"):
+        _keep_gathered(engine, [*model.core.parameters(), model.embedding.tokens.weight])
     return engine
 
 
@@ -77,9 +84,8 @@ def release_after_evaluation(engine: DeepSpeedEngine) -> None:
         resident[0].all_gather(resident)
 
 
-def _keep_gathered(engine: DeepSpeedEngine, core: RecurrentCore) -> None:
-    """Marks the core's parameters persistent: gathered once an optimizer step, after the update."""
-    parameters: list[Any] = list(core.parameters())  # with DeepSpeed's attributes
+def _keep_gathered(engine: DeepSpeedEngine, parameters: list[Any]) -> None:
+    """Marks parameters persistent: gathered once an optimizer step, after the update."""
     for parameter in parameters:
         if not parameter.ds_persist:
             parameter.ds_persist = True

@@ -178,7 +178,7 @@ def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, inde
             log.advance(progress.step, skipped=not engine.was_step_applied())
 
             if due_log:
-                reduced = average_over_data_parallel(torch.cat((loss[None], core_statistics.flatten())))
+                reduced = average_over_ranks(torch.cat((loss[None], core_statistics.flatten())))
                 norm = float(engine.get_global_grad_norm())
                 log.train_step(progress, float(reduced[0]), depth, rate, norm, speed.read(), reduced[1:].view(-1, 2))
             with speed.paused():
@@ -203,10 +203,9 @@ def train_step(
     accumulation = engine.gradient_accumulation_steps()
     losses, core_statistics = [], []
     for batch in islice(batches, accumulation):
-        losses_BS, measured = engine(
+        loss, measured = engine(
             batch.tokens.to(device), batch.targets.to(device), depth=depth, sequences_B=batch.sequence.to(device), measure=measure
         )
-        loss = losses_BS.mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
@@ -218,10 +217,10 @@ def is_due(step: int, every: int, last: int) -> bool:
     return step % every == 0 or step == last
 
 
-def average_over_data_parallel(values: Tensor) -> Tensor:
-    groups = ParallelGroups()
-    torch.distributed.all_reduce(values, group=groups.get_data_parallel_group())
-    return values / groups.get_data_parallel_world_size()
+def average_over_ranks(values: Tensor) -> Tensor:
+    """Over data-parallel ranks, and those that share a sequence; tensor-parallel ranks that do not have equal values."""
+    torch.distributed.all_reduce(values)
+    return values / torch.distributed.get_world_size()
 
 
 def describe_run(config: RunConfig, ds_config: dict[str, Any], topology: Topology) -> None:

@@ -18,8 +18,8 @@ def validation_losses(engine: DeepSpeedEngine, batches: Iterable[Batch], depths:
     for batch in batches:
         tokens, targets, mask = batch.tokens.to(device), batch.targets.to(device), batch.loss_mask.to(device)
         for index, depth in enumerate(depths):
-            losses_BS, _ = engine(tokens, targets, depth=depth)
-            sums[index] += (losses_BS * mask).sum()
+            loss, _ = engine(tokens, targets, depth=depth, weights_BS=mask.float())
+            sums[index] += loss
         sums[-1] += mask.sum()
     torch.distributed.all_reduce(sums, group=ParallelGroups().get_data_parallel_group())
     engine.train()

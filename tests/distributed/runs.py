@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from megatron.core import parallel_state
 
-from model.config import GRTConfig
+from model.config import ComputeConfig, GRTConfig
 from model.depth import sample_depth
-from model.parallel import ParallelGroups
+from model.parallel import ParallelGroups, initialize_model_parallel
 from pretrain.config import CheckpointConfig, OptimConfig, ParallelConfig, RunConfig
 from pretrain.data import DataConfig, train_batches
 from pretrain.ds_config import load_ds_config
@@ -17,33 +18,44 @@ from pretrain.engine import build_engine, initialize_distributed
 from pretrain.schedule import ScheduleConfig, learning_rate
 from pretrain.shards import open_dataset
 from pretrain.topology import Topology
-from pretrain.train import average_over_data_parallel, train_step
+from pretrain.train import average_over_ranks, train_step
 from tests.ranks import REPOSITORY
 
 MODEL = GRTConfig(vocab_size=512, hidden_size=64, num_heads=4, core_blocks=2, max_depth=4, max_positions=32)
 
 
 def small_run(
-    dataset: Path, *, tensor_parallel: int = 1, micro_batch_size: int = 2, workers: int = 0, precision: Any = "fp32"
+    dataset: Path,
+    *,
+    workers: int = 0,
+    precision: Any = "fp32",
+    model: GRTConfig = MODEL,
+    compute: dict[str, Any] | None = None,
+    **parallel: Any,
 ) -> RunConfig:
-    """A run of steps of 8 sequences of 32 tokens at random depth, learning rate 1e-3."""
+    """A run of steps of 8 sequences of 32 tokens at random depth, learning rate 1e-3, with fields of ComputeConfig and ParallelConfig."""
     return RunConfig(
         run_dir=Path("unused"),
-        model=MODEL,
+        model=model,
         data=DataConfig(dataset, sequence_length=32, workers=workers, window_shards=4),
         schedule=ScheduleConfig(total_tokens=20 * 8 * 32, learning_rate=1e-3, min_learning_rate=1e-4, warmup_tokens=4 * 8 * 32),
         optim=OptimConfig(global_batch_size=8, precision=precision),
-        parallel=ParallelConfig(tensor_parallel, micro_batch_size),
+        parallel=ParallelConfig(**{"micro_batch_size": 2, **parallel}),
+        compute=ComputeConfig(**(compute or {})),
         checkpoint=CheckpointConfig(),
     )
 
 
-def start(config: RunConfig) -> DeepSpeedEngine:
-    """Joins the group, on the first call, and builds the engine."""
+def start(config: RunConfig, stage: int = 3) -> DeepSpeedEngine:
+    """Joins the groups, split anew for another tensor-parallel size, and builds the engine."""
     topology = Topology.from_environment(os.environ)
     if not torch.distributed.is_initialized():
         initialize_distributed(topology, config.parallel.tensor_parallel)
+    elif ParallelGroups().get_model_parallel_world_size() != config.parallel.tensor_parallel:
+        parallel_state.destroy_model_parallel()
+        initialize_model_parallel(config.parallel.tensor_parallel)
     ds_config = load_ds_config(REPOSITORY / "configs" / "ds_zero3.json", config, config.data_parallel_size(topology.world_size))
+    ds_config["zero_optimization"]["stage"] = stage
     return build_engine(config, ds_config)
 
 
@@ -65,5 +77,5 @@ def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int) -> list[fl
         rate = learning_rate(config.schedule, (step + 1) * config.tokens_per_step)
         depth = sample_depth(config.model, config.seed, step)
         loss, _ = train_step(engine, batches, depth, rate, torch.device("cpu"), measure=False)
-        losses.append(float(average_over_data_parallel(loss)))
+        losses.append(float(average_over_ranks(loss)))
     return losses

@@ -85,11 +85,11 @@ def test_logits_and_gradients_equal_the_reference(options: dict[str, object], de
 def test_loss_is_the_reference_cross_entropy_over_the_true_vocabulary() -> None:
     model, parameters = build(SMALL)
     tokens_BS, targets_BS = tokens(), tokens(seed=1)
-    losses_BS, _ = model(tokens_BS, targets_BS, depth=2)
-    expected = reference_forward(parameters, SMALL, tokens_BS, 2)
-    torch.testing.assert_close(
-        losses_BS.double(), F.cross_entropy(expected.transpose(1, 2), targets_BS, reduction="none"), rtol=1e-5, atol=1e-5
-    )
+    expected_BSV = reference_forward(parameters, SMALL, tokens_BS, 2)
+    losses_BS = F.cross_entropy(expected_BSV.transpose(1, 2), targets_BS, reduction="none")
+    assert float(model(tokens_BS, targets_BS, depth=2)[0]) == pytest.approx(float(losses_BS.mean()), rel=1e-6)
+    weights_BS = torch.rand(tokens_BS.shape)
+    assert float(model(tokens_BS, targets_BS, depth=2, weights_BS=weights_BS)[0]) == pytest.approx(float((losses_BS * weights_BS).sum()), rel=1e-6)
 
 
 def test_evaluation_has_no_noise_and_training_noise_depends_on_the_sequence_number() -> None:
