@@ -120,8 +120,8 @@ def test_the_gradient_for_a_transposed_hidden_is_contiguous() -> None:
     torch.testing.assert_close(gradient_DT.t(), reference(hidden_TD, weight_VD, targets_T, token_weights_T)[1])
 
 
-def test_over_many_chunks_a_bf16_weight_gradient_is_as_good_as_over_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk's product is rounded to bf16, which adds a little; a sum in bf16 would be 7 times worse."""
+def test_over_many_chunks_a_bf16_weight_gradient_loses_no_more_than_a_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk's product is rounded to bf16: 1.15 times the error of one chunk. A sum in bf16 would be 6 times worse."""
     tokens = 512
     hidden_TD, weight_VD, *rest = inputs(torch.bfloat16, tokens)
     expected_VD = reference(hidden_TD, weight_VD, *rest)[2]
