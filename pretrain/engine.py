@@ -16,13 +16,13 @@ from torch import nn
 
 from model.core import RecurrentCore
 from model.grt import GRT, PositionEmbedding
-from model.parallel import ParallelGroups, initialize_model_parallel, layer_config, sum_replicated_gradients
+from model.parallel import ParallelGroups, layer_config, sum_replicated_gradients
 from pretrain.config import RunConfig
 from pretrain.topology import Topology
 
 
 def initialize_distributed(topology: Topology, tensor_parallel: int) -> torch.device:
-    """Joins the process group and splits it into Megatron's groups; the device of this rank."""
+    """Joins the process group; the device of this rank."""
     topology.export()
     cuda = torch.cuda.is_available()
     if tensor_parallel > 1:
@@ -32,7 +32,6 @@ def initialize_distributed(topology: Topology, tensor_parallel: int) -> torch.de
     # DeepSpeed would compile this shared-memory op at start: minutes on a fresh machine, and of no use in training.
     __compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
-    initialize_model_parallel(tensor_parallel)
     return torch.device("cuda", topology.local_rank) if cuda else torch.device("cpu")
 
 

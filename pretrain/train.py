@@ -27,7 +27,8 @@ from torch import Tensor
 
 from model.apex import nvidia_apex_available
 from model.depth import sample_depth
-from model.parallel import ParallelGroups
+from model.parallel import ParallelGroups, initialize_model_parallel
+from pretrain.agreement import DisagreementError, require_same_run
 from pretrain.checkpoint import load_checkpoint, save_checkpoint
 from pretrain.checkpoint_reader import CheckpointError
 from pretrain.config import RunConfig, parse_arguments
@@ -59,7 +60,7 @@ def main() -> None:
         train(config, ds_config, topology, index, checkpoint)
         torch.distributed.barrier()  # rank 0 holds the store that the others' shutdown still talks to
         torch.distributed.destroy_process_group()
-    except CheckpointError as error:  # the same on every rank
+    except (CheckpointError, DisagreementError) as error:  # the same on every rank
         if topology.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         torch.distributed.barrier()  # the launcher ends all ranks when the first is gone: not before the message is out
@@ -125,6 +126,8 @@ def hold_run_dir(run_dir: Path) -> None:
 def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, index: Index, checkpoint: Path | None) -> None:
     """The whole run on this rank."""
     device = initialize_distributed(topology, config.parallel.tensor_parallel)
+    require_same_run(config, ds_config)
+    initialize_model_parallel(config.parallel.tensor_parallel)
     chosen = [checkpoint]
     torch.distributed.broadcast_object_list(chosen)  # network file systems may show ranks different newest checkpoints
     checkpoint = chosen[0]

@@ -51,6 +51,7 @@ def start(config: RunConfig, stage: int = 3) -> DeepSpeedEngine:
     topology = Topology.from_environment(os.environ)
     if not torch.distributed.is_initialized():
         initialize_distributed(topology, config.parallel.tensor_parallel)
+        initialize_model_parallel(config.parallel.tensor_parallel)
     elif ParallelGroups().get_model_parallel_world_size() != config.parallel.tensor_parallel:
         parallel_state.destroy_model_parallel()
         initialize_model_parallel(config.parallel.tensor_parallel)

@@ -1,21 +1,15 @@
-"""The same run in any layout: initial weights, losses and communication do not depend on how it is spread over ranks."""
+"""The same run in any layout: initial weights and losses do not depend on how it is spread over ranks."""
 
 import hashlib
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
-from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch.profiler import ProfilerActivity, profile
 
 from model.grt import GRT
 from model.parallel import ParallelGroups, layer_config
-from pretrain.data import Batch
-from pretrain.validation import validation_losses
 from tests.distributed.runs import MODEL, run_steps, small_run, start
 from tests.ranks import run_ranks
 
@@ -88,71 +82,6 @@ def test_layout_does_not_change_weights_or_losses(
 
 def test_partitioned_construction_gives_the_plain_models_weights(one_rank: list[tuple[dict[str, str], list[float]]]) -> None:
     assert run_ranks(unpartitioned_weight_digests, 1)[0] == one_rank[0][0]
-
-
-def count_collectives(engine: DeepSpeedEngine, depth: int) -> tuple[Counter[str], Counter[str]]:
-    """Calls and elements of the data-parallel collectives of one optimizer step, as PyTorch's dispatcher saw them."""
-    tokens = torch.zeros(2, 32, dtype=torch.int64)
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
-        for _ in range(engine.gradient_accumulation_steps()):
-            loss, _ = engine(tokens, tokens, depth=depth, sequences_B=torch.tensor([0, 1]))
-            engine.backward(loss)
-            engine.step()
-    calls: Counter[str] = Counter()
-    elements: Counter[str] = Counter()
-    for event in recorded.events():
-        if event.name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allgather_", "c10d::reduce_scatter_"):
-            calls[event.name] += 1
-            elements[event.name] += torch.Size(event.input_shapes[0]).numel()
-    return calls, elements
-
-
-def gathered(engine: DeepSpeedEngine) -> list[str]:
-    """Names of the parameters that lie whole on this rank."""
-    parameters: dict[str, Any] = dict(engine.module.named_parameters())  # with DeepSpeed's attributes
-    return [name for name, parameter in parameters.items() if parameter.ds_status == ZeroParamStatus.AVAILABLE]
-
-
-def collectives_by_depth(dataset: Path, tensor_parallel: int, depths: list[int]) -> dict[str, Any]:
-    """What each step communicates, with an evaluation before the last one, and what stays gathered after each of these."""
-    config = small_run(dataset, tensor_parallel=tensor_parallel)
-    engine = start(config)
-    tokens = torch.zeros(2, 32, dtype=torch.int64)
-    steps = [count_collectives(engine, depth) for depth in depths]
-    after_step = gathered(engine)
-    batch = Batch(tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), torch.tensor([0, 1]))
-    validation_losses(engine, [batch, batch], [0, 1, 3, 8], torch.device("cpu"))
-    after_evaluation = gathered(engine)
-    return {
-        "steps": steps,
-        "step_after_evaluation": count_collectives(engine, 2),
-        "gathered": (after_step, after_evaluation),
-        "parameters": [name for name, _ in engine.module.named_parameters()],
-    }
-
-
-@pytest.fixture(scope="module", params=[(1, 2), (2, 4)], ids=["tp1-dp2", "tp2-dp2"])
-def communication(request: pytest.FixtureRequest, dataset: Path) -> list[dict[str, Any]]:
-    tensor_parallel, world_size = request.param
-    return run_ranks(collectives_by_depth, world_size, dataset, tensor_parallel, [2, 1, 3, 2, 4, 1, 2, 4, 8], timeout=240)
-
-
-def test_gathers_and_reductions_do_not_depend_on_depth(communication: list[dict[str, Any]]) -> None:
-    for rank in communication:
-        calls, elements = rank["steps"][1]  # the first step records the order of the modules
-        assert calls.total() > 0
-        for other_calls, other_elements in rank["steps"][2:]:
-            assert other_calls == calls
-            assert other_elements == elements
-
-
-def test_an_evaluation_leaves_gathered_what_a_step_does_and_changes_no_later_step(communication: list[dict[str, Any]]) -> None:
-    for rank in communication:
-        after_step, after_evaluation = rank["gathered"]
-        assert after_evaluation == after_step
-        assert {name for name in rank["parameters"] if name.startswith("core.")} <= set(after_step)  # the core is resident
-        assert "prelude.0.mlp.up.weight" not in after_step
-        assert rank["step_after_evaluation"] == rank["steps"][1]
 
 
 def partition_dtypes(dataset: Path) -> set[str]:
