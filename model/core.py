@@ -184,7 +184,7 @@ class RecurrentCore(nn.Module):
                 with torch.no_grad():
                     hidden, statistics = self._recur(*inputs)
             elif recurrence <= keeps_state_only:
-                hidden, statistics = checkpointed(self._recur, *inputs, hooked=bool(self.blocks[0]._forward_hooks))
+                hidden, statistics = checkpointed(self._recur, *inputs)
             else:
                 hidden, statistics = self._recur(*inputs)
             if measure:

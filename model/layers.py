@@ -167,7 +167,7 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor | None, rotary: Tensor | None) -> Tensor:
         """[T, B, D] -> [T, B, D]; mask and rotary as in `Attention`."""
         if self.keeps_input_only and torch.is_grad_enabled():
-            return checkpointed(self._compute, hidden, mask, rotary, hooked=bool(self._forward_hooks))
+            return checkpointed(self._compute, hidden, mask, rotary)
         return self._compute(hidden, mask, rotary)
 
     def _compute(self, hidden: Tensor, mask: Tensor | None, rotary: Tensor | None) -> Tensor:
@@ -175,13 +175,10 @@ class Block(nn.Module):
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
-def checkpointed(function: Callable[..., Any], *inputs: Any, hooked: bool) -> Any:
+def checkpointed(function: Callable[..., Any], *inputs: Any) -> Any:
     """function(*inputs), of which only the inputs are kept for the backward pass.
 
     Never reentrant: under ZeRO-3 a reentrant checkpoint of a module that runs several times loses gradients. No generator is saved:
     the noise is counter-based and there is no dropout.
-
-    Args:
-        hooked: the modules inside have ZeRO-3's hooks; computing again must then run to the end, where they release the weights.
     """
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, early_stop=not hooked)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -16,6 +16,7 @@ from torch import nn
 
 from model.core import RecurrentCore
 from model.grt import GRT, PositionEmbedding
+from model.layers import Block
 from model.parallel import ParallelGroups, layer_config, sum_replicated_gradients
 from pretrain.config import RunConfig
 from pretrain.topology import Topology
@@ -47,8 +48,10 @@ def build_engine(config: RunConfig, ds_config: dict[str, Any]) -> DeepSpeedEngin
     ):
         layers = layer_config(parallel.tensor_parallel, dtype, parallel.splits_sequence)
         model = GRT(config.model, layers, config.seed, config.compute)
-    if partitioned and model.core is not None and parallel.core_residency != "every_use":
-        set_z3_leaf_modules(model, [RecurrentCore])
+    if partitioned and parallel.core_residency != "every_use":
+        # The blocks of prelude and coda too: one gather each, and no hooks in what a checkpoint computes again, where they would free
+        # weights that the backward pass is about to use. Those of the core lie inside a leaf already.
+        set_z3_leaf_modules(model, [Block] if model.core is None else [Block, RecurrentCore])
     optimizer = torch.optim.AdamW(
         parameter_groups(model, config.optim.weight_decay),
         lr=config.schedule.learning_rate,

@@ -277,4 +277,7 @@ def test_a_changed_dataset_is_refused_at_a_resume_unless_it_is_allowed(
 def test_ranks_with_different_depths_are_refused_instead_of_waiting_for_one_another(tmp_path: Path, dataset: Path) -> None:
     each_its_own = ["--no-python", "bash", "-c", f'exec {sys.executable} "$0" "$@" --model.min_depth "$RANK"']
     ended = run([*launcher("torchrun", 2), *each_its_own], write_run(tmp_path, dataset))
-    ended.check_refused("model.min_depth is 0 on rank 0 and 1 on rank 1", "same command")
+    (error,) = ended.errors
+    assert "model.min_depth is 0 on rank 0 and 1 on rank 1" in error
+    assert ended.code != 0
+    assert not ended.left_over
