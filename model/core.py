@@ -8,6 +8,7 @@ Shapes: T tokens of this rank (the whole sequence without sequence parallelism),
 prelude's output (h_pre).
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -154,8 +155,8 @@ class RecurrentCore(nn.Module):
         self.gate = Gate(config, f"{name}.gate", dtype, seed)
         self._recurrence = self._compute_recurrence
         if compute.compile == "recurrence":
-            # Megatron's row-parallel linear breaks the graph where it communicates (0.16.1), so whole graphs are for one rank.
-            whole = parallel.tensor_model_parallel_size == 1
+            torch._dynamo.config.ignore_logging_functions.add(warnings.warn)  # megatron-core 0.16.1's linears warn at each call
+            whole = parallel.tensor_model_parallel_size == 1  # collectives break the graph
             self._recurrence = torch.compile(self._compute_recurrence, fullgraph=whole, dynamic=False)
 
     def forward(

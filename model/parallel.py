@@ -45,9 +45,12 @@ def enter_tensor_parallel(x: Tensor, parallel: ModelParallelConfig) -> Tensor:
     backward pass the group's partial gradients are summed (and split again). Once for all the layers that read x, where Megatron's
     own linears would communicate once each.
     """
+    if parallel.tensor_model_parallel_size == 1:
+        return x
+    group = parallel_state.get_tensor_model_parallel_group()
     if parallel.sequence_parallel:
-        return gather_from_sequence_parallel_region(x)
-    return copy_to_tensor_model_parallel_region(x)
+        return gather_from_sequence_parallel_region(x, group=group)
+    return copy_to_tensor_model_parallel_region(x, group=group)
 
 
 def own_tokens(x: Tensor, parallel: ModelParallelConfig) -> Tensor:
