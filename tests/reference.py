@@ -104,6 +104,8 @@ def reference_forward(
 
     anchor = hidden
     for r in range(depth if config.core_blocks else 0):
+        if config.backprop_depth is not None and r == depth - config.backprop_depth > 0:
+            hidden = hidden.detach()
         gate = _gate(parameters, config, hidden, anchor, 0.0 if gate_noise is None else gate_noise[r])
         if gate_value is not None:
             gate = torch.full_like(gate, gate_value)

@@ -87,9 +87,10 @@ def test_loss_is_the_reference_cross_entropy_over_the_true_vocabulary() -> None:
     tokens_BS, targets_BS = tokens(), tokens(seed=1)
     expected_BSV = reference_forward(parameters, SMALL, tokens_BS, 2)
     losses_BS = F.cross_entropy(expected_BSV.transpose(1, 2), targets_BS, reduction="none")
-    assert float(model(tokens_BS, targets_BS, depth=2)[0]) == pytest.approx(float(losses_BS.mean()), rel=1e-6)
+    assert model(tokens_BS, targets_BS, depth=2)[0].item() == pytest.approx(losses_BS.mean().item(), rel=1e-6)
     weights_BS = torch.rand(tokens_BS.shape)
-    assert float(model(tokens_BS, targets_BS, depth=2, weights_BS=weights_BS)[0]) == pytest.approx(float((losses_BS * weights_BS).sum()), rel=1e-6)
+    weighted = model(tokens_BS, targets_BS, depth=2, weights_BS=weights_BS)[0].item()
+    assert weighted == pytest.approx((losses_BS * weights_BS).sum().item(), rel=1e-6)
 
 
 def test_evaluation_has_no_noise_and_training_noise_depends_on_the_sequence_number() -> None:
