@@ -6,12 +6,13 @@ with `every_use` a change of depth costs more, see `pretrain/zero_replay.py`. Al
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from model.loss import tokens_per_chunk
 from pretrain.memory import WIDE, Layout, keep_last_limit
 from pretrain.parameters import Parameter
-from pretrain.zero_replay import ZeroSettings, gathers, persistent
+from pretrain.zero_replay import ZeroSettings, gathers, small
 
 
 class Kind(NamedTuple):
@@ -36,22 +37,21 @@ TP_GATHER, TP_SCATTER, TP_REDUCE = Kind("tensor", "all-gather"), Kind("tensor", 
 
 
 def optimizer_step(layout: Layout, depth: int, settings: ZeroSettings) -> Communication:
-    """All micro-steps, and after the update the gather of what stays whole."""
-    total: Communication = defaultdict(lambda: NONE)
-    for kind, traffic in micro_step(layout, depth, settings).items():
-        total[kind] = Traffic(*(layout.accumulation_steps * number for number in traffic))
+    """All micro-steps, and after the update the gathers of small parameters, which stay whole."""
+    total: Communication = defaultdict(lambda: NONE, micro_step(layout, depth, settings, first=True))
+    for kind, traffic in micro_step(layout, depth, settings, first=False).items():
+        total[kind] = Traffic(*(a + (layout.accumulation_steps - 1) * b for a, b in zip(total[kind], traffic, strict=True)))
     if layout.data_parallel > 1:
-        kept = persistent(layout.model, layout.tensor_parallel, layout.core_residency, settings)
-        calls = len(kept) if settings.sequential else min(1, len(kept))
-        total[GATHER] = total[GATHER].plus(calls, _padded(kept, layout.data_parallel), layout.element)
+        kept = small(layout.parameters, settings)
+        total[GATHER] = total[GATHER].plus(len(kept), _padded(kept, layout.data_parallel), layout.element)
     return total
 
 
-def micro_step(layout: Layout, depth: int, settings: ZeroSettings) -> Communication:
-    """One forward and backward pass, from the second on: in the first DeepSpeed records."""
+def micro_step(layout: Layout, depth: int, settings: ZeroSettings, first: bool) -> Communication:
+    """One forward and backward pass: the first of an optimizer step, or a later one."""
     total: Communication = defaultdict(lambda: NONE)
     if layout.data_parallel > 1:
-        gathered = gathers(layout.model, layout.tensor_parallel, depth, layout.core_residency, layout.compute.hoist, settings)
+        gathered = gathers(layout.model, layout.tensor_parallel, depth, layout.core_residency, layout.compute.hoist, settings, first)
         total[GATHER] = NONE.plus(gathered.calls, _padded(gathered.parameters, layout.data_parallel), layout.element)
         reduced = _padded(layout.parameters, layout.data_parallel)
         total[SCATTER] = NONE.plus(reductions(layout, settings.reduce_bucket), reduced, layout.element)
@@ -70,7 +70,7 @@ def reductions(layout: Layout, bucket: int) -> int:
     return calls + 1
 
 
-def _reduction_order(parameters: list[Parameter]) -> list[Parameter]:
+def _reduction_order(parameters: Sequence[Parameter]) -> list[Parameter]:
     """Last module first, so the tied embedding, which waits, at the end; in a leaf matrices before vectors, as the optimizer has them."""
     modules: dict[str, list[Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -80,7 +80,7 @@ def _reduction_order(parameters: list[Parameter]) -> list[Parameter]:
     return [p for group in ordered for p in sorted(group, key=lambda p: len(p.shape) != 2)]
 
 
-def _padded(parameters: list[Parameter], ranks: int) -> int:
+def _padded(parameters: Sequence[Parameter], ranks: int) -> int:
     """Elements with what fills the last rank's partition of each."""
     return sum(-(-parameter.numel // ranks) * ranks for parameter in parameters)
 

@@ -14,10 +14,12 @@ from model.loss import tokens_per_chunk
 from pretrain.config import RunConfig
 from pretrain.parameters import Parameter, count, rank_parameters
 
+Residency = Literal["step", "fwd_bwd", "loop", "every_use"]
 GIB = 2**30
 MARGIN = 1.05  # activations are planned with so much room: for sums of single tokens and the kernels' scratch, which are not counted
 SUB_GROUP = 10**9  # elements that DeepSpeed updates at once
 HEADROOM = 0.92  # of a device's memory that a plan fills: the rest is for the CUDA context, NCCL's buffers and fragmentation
+POISSON_LIMIT = 4  # times R, in model/depth.py
 WIDE = 4  # bytes of the gate's, the loss's and the optimizer's fp32
 
 
@@ -34,7 +36,7 @@ class Layout:
     splits_sequence: bool = False
     data_parallel: int = 1
     accumulation_steps: int = 1
-    core_residency: str = "step"
+    core_residency: Literal["auto", "step", "fwd_bwd", "loop", "every_use"] = "step"
     composite_rms_norm: bool = False  # on a CPU torch puts RMSNorm together from operations that keep more
 
     @classmethod
@@ -89,7 +91,7 @@ class Layout:
         return self.tokens // self.tensor_parallel if self.splits_sequence else self.tokens
 
     @property
-    def parameters(self) -> list[Parameter]:
+    def parameters(self) -> tuple[Parameter, ...]:
         return rank_parameters(self.model, self.tensor_parallel)
 
 
@@ -311,29 +313,35 @@ def gathered_elements(layout: Layout) -> int:
     return count(core) + held + parameters[0].numel
 
 
+def deepest(model: GRTConfig) -> int:
+    """The largest depth that training samples."""
+    return POISSON_LIMIT * model.max_depth if model.depth_sampler == "poisson" else model.max_depth
+
+
 def keep_last_for_budget(layout: Layout, budget_gib: float) -> int:
-    """The most recurrences, at the end of the loop, that need no checkpoint for activations at R to stay within the budget.
+    """The most recurrences, at the end of the loop, that need no checkpoint for activations to stay within the budget at any depth.
 
     Raises:
         ValueError: the budget is too small even with every recurrence checkpointed.
     """
-    model = layout.model
-    for keep in range(model.max_depth, -1, -1):
+    depth = deepest(layout.model)
+    for keep in range(depth, -1, -1):
         compute = replace(layout.compute, keep_last=keep, activation_budget_gib=None)
-        found = activations(replace(layout, compute=compute), model.max_depth).peak * MARGIN
+        found = activations(replace(layout, compute=compute), depth).peak * MARGIN
         if found <= budget_gib * GIB:
             return keep
     raise ValueError(
-        f"compute.activation_budget_gib is {budget_gib}, but activations need {found / GIB:.3g} GiB at depth {model.max_depth} even "
+        f"compute.activation_budget_gib is {budget_gib}, but activations need {found / GIB:.3g} GiB at depth {depth} even "
         f"with every recurrence checkpointed ({layout.compute.checkpointing}). Raise it, lower parallel.micro_batch_size, or "
         "choose checkpointing nested."
     )
 
 
-def choose_residency(layout: Layout, device_bytes: int, reduce_bucket: int) -> str:
-    """The residency for `auto`: the first of step, fwd_bwd and loop that fits the device at R; loop if none does."""
-    for residency in ("step", "fwd_bwd"):
-        if fits(memory(replace(layout, core_residency=residency), layout.model.max_depth, reduce_bucket), device_bytes):
+def choose_residency(layout: Layout, device_bytes: int, reduce_bucket: int) -> Residency:
+    """The residency for `auto`: the first of step, fwd_bwd and loop that fits the device; loop if none does."""
+    residencies: tuple[Residency, ...] = ("step", "fwd_bwd")
+    for residency in residencies:
+        if fits(memory(replace(layout, core_residency=residency), deepest(layout.model), reduce_bucket), device_bytes):
             return residency
     return "loop"
 

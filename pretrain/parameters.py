@@ -3,8 +3,9 @@
 In the order in which the model makes them, which is ZeRO-3's order. tests/pretrain/test_parameters.py compares with a real model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from model.config import GRTConfig
@@ -30,12 +31,13 @@ class Parameter:
         return self.name.partition(".")[0]
 
 
-def rank_parameters(model: GRTConfig, tensor_parallel: int) -> list[Parameter]:
+@cache
+def rank_parameters(model: GRTConfig, tensor_parallel: int) -> tuple[Parameter, ...]:
     """Those of one tensor-parallel rank, before ZeRO-3 partitions them."""
-    return list(_parameters(model, tensor_parallel))
+    return tuple(_parameters(model, tensor_parallel))
 
 
-def count(parameters: list[Parameter]) -> int:
+def count(parameters: Iterable[Parameter]) -> int:
     """Numbers in all of them."""
     return sum(parameter.numel for parameter in parameters)
 

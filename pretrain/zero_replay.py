@@ -6,8 +6,9 @@ ones need, and frees a parameter after a use unless it is persistent, already cl
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from model.config import GRTConfig
@@ -57,14 +58,17 @@ class Gathers:
     most_live: int = 0  # elements that are whole at once, persistent ones included
 
 
-def persistent(model: GRTConfig, tensor_parallel: int, residency: str, settings: ZeroSettings) -> list[Parameter]:
-    """Parameters that stay whole from one optimizer step to the next: small ones; with residency `step` core and tied embedding too."""
-    return [
-        parameter
-        for parameter in rank_parameters(model, tensor_parallel)
-        if parameter.numel <= settings.persistence_threshold
-        or (residency == "step" and model.core_blocks and (parameter.part == "core" or parameter.name == "embedding.tokens.weight"))
-    ]
+def small(parameters: Sequence[Parameter], settings: ZeroSettings) -> list[Parameter]:
+    """Those that DeepSpeed keeps whole, and gathers one by one after each optimizer step."""
+    return [parameter for parameter in parameters if parameter.numel <= settings.persistence_threshold]
+
+
+def _kept(parameters: Sequence[Parameter], residency: str, settings: ZeroSettings) -> list[Parameter]:
+    """Those that are not freed after a use: small ones, and with residency `step` core and tied embedding."""
+    has_core = any(parameter.part == "core" for parameter in parameters)
+    with_step = ("core", "embedding") if residency == "step" and has_core else ()
+    large = [p for p in parameters if p.part in with_step and p.name != "embedding.positions.weight"]
+    return [*small(parameters, settings), *large]
 
 
 def visits(model: GRTConfig, depth: int, leaf: bool, hoist: bool) -> Iterator[Visit]:
@@ -128,15 +132,20 @@ def _each(parent: str, names: Iterable[str]) -> Iterator[Visit]:
         yield from _whole(f"{parent}.{name}")
 
 
-def gathers(model: GRTConfig, tensor_parallel: int, depth: int, residency: str, hoist: bool, settings: ZeroSettings) -> Gathers:
-    """Of one micro-step after the first, which DeepSpeed spends on recording."""
+@cache
+def gathers(
+    model: GRTConfig, tensor_parallel: int, depth: int, residency: str, hoist: bool, settings: ZeroSettings, first: bool
+) -> Gathers:
+    """Of one micro-step: the first of an optimizer step, or a later one. In the first of a run DeepSpeed records, and gathers more."""
     leaf = residency != "every_use"
-    owned = _owned(rank_parameters(model, tensor_parallel), leaf, hoist)
-    kept = persistent(model, tensor_parallel, residency, settings)
-    return _Replay(list(visits(model, depth, leaf, hoist)), owned, {p.name for p in kept}, settings).run()
+    parameters = rank_parameters(model, tensor_parallel)
+    owned = _owned(parameters, leaf, hoist)
+    kept = _kept(parameters, residency, settings)
+    whole = small(parameters, settings) if first else kept
+    return _Replay(list(visits(model, depth, leaf, hoist)), owned, {p.name for p in kept}, {p.name for p in whole}, settings).run()
 
 
-def _owned(parameters: list[Parameter], leaf: bool, hoist: bool) -> dict[str, list[Parameter]]:
+def _owned(parameters: Sequence[Parameter], leaf: bool, hoist: bool) -> dict[str, list[Parameter]]:
     """Parameters that each module needs, its own or, as ZeRO-3 finds out, another's: the head reads the tied embedding, and hoisting is
     done by the core's own forward."""
     owned: dict[str, list[Parameter]] = defaultdict(list)
@@ -153,12 +162,13 @@ def _owned(parameters: list[Parameter], leaf: bool, hoist: bool) -> dict[str, li
 
 
 class _Replay:
-    def __init__(self, order: list[Visit], owned: dict[str, list[Parameter]], persistent: set[str], settings: ZeroSettings) -> None:
-        self.order, self.owned, self.persistent, self.settings = order, owned, persistent, settings
+    def __init__(
+        self, order: list[Visit], owned: dict[str, list[Parameter]], kept: set[str], whole: set[str], settings: ZeroSettings
+    ) -> None:
+        self.order, self.owned, self.kept, self.whole, self.settings = order, owned, kept, whole, settings
         self.modules = [visit.module for visit in _beginnings(order)]
         self.queue = deque((p, step) for step, module in enumerate(self.modules) for p in owned.get(module, []))
         self.claimed: dict[str, int] = defaultdict(lambda: -1)  # the latest step that a parameter has been fetched for
-        self.whole = set(persistent)
         self.active: dict[str, set[str]] = defaultdict(set)
         self.live_counted = 0
         self.step = 0
@@ -201,7 +211,7 @@ class _Replay:
                 elements += parameter.numel
         self._gather(list(ahead.values()))
 
-    def _gather(self, parameters: list[Parameter]) -> None:
+    def _gather(self, parameters: Sequence[Parameter]) -> None:
         missing = [p for p in parameters if p.name not in self.whole]
         if missing:
             self.result.calls += len(missing) if self.settings.sequential else 1
@@ -215,7 +225,7 @@ class _Replay:
 
     def _release(self, module: str) -> None:
         used = self.owned.get(module, [])
-        releasable = {p.name for p in used if p.name not in self.persistent and self.claimed[p.name] <= self.step}
+        releasable = {p.name for p in used if p.name not in self.kept and self.claimed[p.name] <= self.step}
         passed = 0
         for later in self.modules[self.step :]:
             if passed >= self.settings.max_reuse_distance:
