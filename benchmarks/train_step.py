@@ -26,8 +26,11 @@ from model.grt import GRT
 from model.parallel import layer_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-FASTEST = ComputeConfig(hoist=True)
-LEANEST = ComputeConfig(hoist=True, checkpointing="nested")
+OURS = {
+    "GRT, ours": ComputeConfig(),
+    "GRT, ours, fastest (compile: recurrence)": ComputeConfig(compile="recurrence"),
+    "GRT, ours, leanest (checkpointing: nested)": ComputeConfig(checkpointing="nested"),
+}
 
 
 @dataclass
@@ -95,8 +98,7 @@ def contestants(config: GRTConfig, dtype: torch.dtype) -> list[Contestant]:
     return [
         plain("dense GPT-2, plain", dense_peer(config)),
         plain("GRT, plain", config),
-        ours("GRT, ours, fastest", FASTEST),
-        ours("GRT, ours, leanest", LEANEST),
+        *(ours(name, compute) for name, compute in OURS.items()),
     ]
 
 
