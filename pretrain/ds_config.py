@@ -40,7 +40,7 @@ def load_ds_config(path: Path, config: RunConfig, data_parallel: int) -> dict[st
     if not isinstance(ds_config, dict):
         raise ValueError(f"--ds_config {path} holds a JSON {type(ds_config).__name__}; DeepSpeed's config is an object.")
     _refuse_unusable(ds_config, path)
-    _refuse_more_gathers(ds_config, config, path)
+    _refuse_other_residency(ds_config, config, path)
     for key, value in _run_values(config, data_parallel).items():
         _settle(ds_config, key, value, path)
     for key, value in _tuned_values(config).items():
@@ -69,13 +69,14 @@ def _run_values(config: RunConfig, data_parallel: int) -> dict[str, Any]:
 
 def _tuned_values(config: RunConfig) -> dict[str, Any]:
     """ZeRO-3 settings for which "auto" means "as this model and its residency need"."""
-    model = config.model
-    room = whole_trace(config)
-    by_itself = config.parallel.core_residency == "every_use"  # the baseline: one block at a time
+    model, residency = config.model, config.parallel.core_residency
+    room, block = whole_trace(config), model.block_parameter_count
+    # What is fetched ahead of a use stays until then: the core, too, from its forward to its backward pass. `loop` fetches nothing ahead.
+    ahead = {"loop": 0, "every_use": block}.get(residency, max(block, model.core_parameter_count))
     return {
-        "zero_optimization.stage3_prefetch_bucket_size": model.block_parameter_count if by_itself else room,
-        "zero_optimization.stage3_max_live_parameters": 2 * model.block_parameter_count if by_itself else room,
-        "zero_optimization.stage3_max_reuse_distance": 0 if config.parallel.core_residency in ("loop", "every_use") else room,
+        "zero_optimization.stage3_prefetch_bucket_size": ahead,
+        "zero_optimization.stage3_max_live_parameters": 2 * block if residency == "every_use" else room,
+        "zero_optimization.stage3_max_reuse_distance": 0 if residency in ("loop", "every_use") else room,
         "zero_optimization.stage3_param_persistence_threshold": 10 * model.hidden_size,
         "zero_optimization.reduce_bucket_size": max(model.hidden_size**2, 500_000),
     }
@@ -115,24 +116,27 @@ def _refuse_unusable(ds_config: dict[str, Any], path: Path) -> None:
             raise ValueError(f"{path}: {reason}.")
 
 
-def _refuse_more_gathers(ds_config: dict[str, Any], config: RunConfig, path: Path) -> None:
-    """Settings with which the core would be gathered more often than its residency says."""
+def _refuse_other_residency(ds_config: dict[str, Any], config: RunConfig, path: Path) -> None:
+    """Settings with which the core would be gathered more often, or kept longer, than its residency says."""
     for key in ("leaf_module", "stage3_module_granularity_threshold"):
         if _get(ds_config, f"zero_optimization.{key}"):
             raise ValueError(
                 f"{path}: remove zero_optimization.{key}: the recurrent core is the only module to be gathered as a whole, and one that "
                 "runs several times in a forward pass would be reduced several times."
             )
-    key = "zero_optimization.stage3_max_reuse_distance"
-    given, residency = _get(ds_config, key), config.parallel.core_residency
-    if given in (None, "auto"):
-        return
-    if residency == "loop" and given != 0:
-        raise ValueError(f"{path} says {key} = {given}, but parallel.core_residency loop frees the core after each pass: write auto, or 0.")
-    if residency == "fwd_bwd" and given < whole_trace(config):
+    residency, room = config.parallel.core_residency, whole_trace(config)
+    for name in ("stage3_max_reuse_distance", "stage3_prefetch_bucket_size"):
+        given = _get(ds_config, f"zero_optimization.{name}")
+        if residency == "loop" and given not in (None, "auto", 0):
+            raise ValueError(
+                f"{path} says zero_optimization.{name} = {given}, which would keep the core from its forward to its backward pass, but "
+                "parallel.core_residency is loop: write auto, or 0."
+            )
+    given = _get(ds_config, "zero_optimization.stage3_max_reuse_distance")
+    if residency == "fwd_bwd" and given not in (None, "auto") and given < room:
         raise ValueError(
-            f"{path} says {key} = {given}, with which the core would be gathered again for the backward pass, but parallel.core_residency "
-            f"is fwd_bwd: write auto, or at least {whole_trace(config)}."
+            f"{path} says zero_optimization.stage3_max_reuse_distance = {given}, with which the core would be gathered again for the "
+            f"backward pass, but parallel.core_residency is fwd_bwd: write auto, or at least {room}."
         )
 
 

@@ -63,7 +63,11 @@ def build_engine(config: RunConfig, ds_config: dict[str, Any]) -> DeepSpeedEngin
     if parallel.splits_sequence:
         sum_replicated_gradients(model)
     if partitioned and model.core is not None and parallel.core_residency in ("step", "auto"):
-        _keep_gathered(engine, [*model.core.parameters(), model.embedding.tokens.weight])
+        kept: list[Any] = [*model.core.parameters(), model.embedding.tokens.weight]  # with DeepSpeed's attributes
+        for parameter in kept:
+            # Gathered at its first use and not freed before the optimizer step. Not in `optimizer.persistent_parameters`, too: DeepSpeed
+            # gathers those right after the step, one by one, where the first use gathers the core at once.
+            parameter.ds_persist = True
     return engine
 
 
@@ -84,11 +88,3 @@ def release_after_evaluation(engine: DeepSpeedEngine) -> None:
     resident = engine.optimizer.persistent_parameters
     if resident:
         resident[0].all_gather(resident)
-
-
-def _keep_gathered(engine: DeepSpeedEngine, parameters: list[Any]) -> None:
-    """Marks parameters persistent: gathered once an optimizer step, after the update."""
-    for parameter in parameters:
-        if not parameter.ds_persist:
-            parameter.ds_persist = True
-            engine.optimizer.persistent_parameters.append(parameter)

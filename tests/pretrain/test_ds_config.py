@@ -129,3 +129,25 @@ def test_a_file_that_is_missing_or_not_a_json_object_is_named(tmp_path: Path) ->
     (tmp_path / "ds.json").write_text('{"train_batch_size": 24,}')
     with pytest.raises(ValueError, match=r"ds.json is not valid JSON: .*line 1 column 2[0-9]"):
         load_ds_config(tmp_path / "ds.json", RUN, data_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("residency", "setting", "words"),
+    [
+        ("step", {"leaf_module": {"classes": ["Block"]}}, "remove zero_optimization.leaf_module"),
+        ("step", {"stage3_module_granularity_threshold": 1000}, "remove zero_optimization.stage3_module_granularity_threshold"),
+        ("fwd_bwd", {"stage3_max_reuse_distance": 0}, "core_residency is fwd_bwd: write auto, or at least"),
+        ("loop", {"stage3_max_reuse_distance": 10**9}, "core_residency is loop: write auto, or 0"),
+        ("loop", {"stage3_prefetch_bucket_size": 10**9}, "core_residency is loop: write auto, or 0"),
+    ],
+    ids=str,
+)
+def test_settings_against_the_residency_are_refused_by_name(tmp_path: Path, residency: Any, setting: dict[str, Any], words: str) -> None:
+    run = replace(RUN, parallel=replace(RUN.parallel, core_residency=residency))
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path, {"zero_optimization": {"stage": 3} | setting}, run)
+
+
+def test_deepspeeds_reentrant_checkpointing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="DeepSpeed's is reentrant.*compute.checkpointing"):
+        load(tmp_path, {"activation_checkpointing": {"partition_activations": True}})
