@@ -53,7 +53,7 @@ def describe(found: Estimate, budget_tokens: int, ds_config: Path) -> None:
     print(f"  communicating              {found.communication_seconds:9.3f} s")
     print(f"  in all                     {found.step_seconds:9.3f} s")
     print(f"  MFU                        {found.mfu:9.1%}, with free communication {found.mfu_bound:.1%}")
-    print(f"  {budget_tokens:,} tokens: {found.days(budget_tokens):.1f} days")
+    print(f"  {budget_tokens:,} tokens: {found.days(budget_tokens):.2f} days")
 
 
 def _describe_model(found: Estimate) -> None:
@@ -151,7 +151,7 @@ def sweep(config: RunConfig, counts: list[int], machine: Machine, ds_config: Pat
             continue
         print(
             f"{gpus:6} {found.memory.total / GIB:6.1f} {found.step_seconds:9.3f} {found.mfu:6.1%} {found.mfu_bound:6.1%} "
-            f"{found.days(budget_tokens):8.1f}  {settings(found)}"
+            f"{found.days(budget_tokens):8.2f}  {settings(found)}"
         )
 
 
