@@ -204,13 +204,13 @@ class RecurrentCore(nn.Module):
         recurrence: int,
         noise_key: NoiseKey | None,
         measure: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """One recurrence with its noise. Returns the new state, and its row of statistics if asked for."""
+    ) -> tuple[Tensor, Tensor]:
+        """One recurrence with its noise. Returns the new state, and its row of statistics (empty unless asked for)."""
         updated, gate = self._recurrence(
             hidden, anchor, mask, rotary, self._state_noise(noise_key, recurrence, hidden), self._gate_noise(noise_key, recurrence)
         )
         if not measure:
-            return updated, None
+            return updated, hidden.new_empty(0)
         with torch.no_grad():
             return updated, torch.stack((gate.float().mean(), (updated - hidden).float().norm() / hidden.float().norm()))
 

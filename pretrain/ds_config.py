@@ -44,7 +44,7 @@ def load_ds_config(path: Path, config: RunConfig, data_parallel: int) -> dict[st
     for key, value in _run_values(config, data_parallel).items():
         _settle(ds_config, key, value, path)
     for key, value in _tuned_values(config).items():
-        if _get(ds_config, key) == "auto":
+        if _get(ds_config, key) in (None, "auto"):
             _set(ds_config, key, value)
     if _get(ds_config, "zero_optimization.overlap_comm") in (None, "auto"):
         _set(ds_config, "zero_optimization.overlap_comm", False)  # DeepSpeed's own default, True, has had races
@@ -68,7 +68,7 @@ def _run_values(config: RunConfig, data_parallel: int) -> dict[str, Any]:
 
 
 def _tuned_values(config: RunConfig) -> dict[str, Any]:
-    """ZeRO-3 settings for which "auto" means "as this model and its residency need"."""
+    """ZeRO-3 settings which, missing or "auto", are what this model and its residency need."""
     model, residency = config.model, config.parallel.core_residency
     room, block = whole_trace(config), model.block_parameter_count
     # What is fetched ahead of a use stays until then: the core, too, from its forward to its backward pass. `loop` fetches nothing ahead.
@@ -78,7 +78,7 @@ def _tuned_values(config: RunConfig) -> dict[str, Any]:
         "zero_optimization.stage3_max_live_parameters": 2 * block if residency == "every_use" else room,
         "zero_optimization.stage3_max_reuse_distance": 0 if residency in ("loop", "every_use") else room,
         "zero_optimization.stage3_param_persistence_threshold": 10 * model.hidden_size,
-        "zero_optimization.reduce_bucket_size": max(model.hidden_size**2, 500_000),
+        "zero_optimization.reduce_bucket_size": max(16 * model.hidden_size**2, 500_000),  # 20 reductions a micro-step of grt-1b
     }
 
 

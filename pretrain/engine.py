@@ -62,7 +62,7 @@ def build_engine(config: RunConfig, ds_config: dict[str, Any]) -> DeepSpeedEngin
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, mpu=groups)
     if parallel.splits_sequence:
         sum_replicated_gradients(model)
-    if partitioned and model.core is not None and parallel.core_residency in ("step", "auto"):
+    if partitioned and model.core is not None and parallel.core_residency == "step":
         kept: list[Any] = [*model.core.parameters(), model.embedding.tokens.weight]  # with DeepSpeed's attributes
         for parameter in kept:
             # Gathered at its first use and not freed before the optimizer step. Not in `optimizer.persistent_parameters`, too: DeepSpeed

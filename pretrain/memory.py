@@ -337,6 +337,22 @@ def keep_last_for_budget(layout: Layout, budget_gib: float) -> int:
     )
 
 
+def settle(config: RunConfig, data_parallel: int, device_bytes: int, reduce_bucket: int) -> RunConfig:
+    """The run with definite settings in the place of residency `auto` and of an activation budget.
+
+    Raises:
+        ValueError: the budget is too small.
+    """
+    budget = config.compute.activation_budget_gib
+    if budget is not None:
+        keep = keep_last_for_budget(Layout.of(config, data_parallel), budget)
+        config = replace(config, compute=replace(config.compute, keep_last=keep, activation_budget_gib=None))
+    if config.parallel.core_residency == "auto":
+        residency = choose_residency(Layout.of(config, data_parallel), device_bytes, reduce_bucket)
+        config = replace(config, parallel=replace(config.parallel, core_residency=residency))
+    return config
+
+
 def choose_residency(layout: Layout, device_bytes: int, reduce_bucket: int) -> Residency:
     """The residency for `auto`: the first of step, fwd_bwd and loop that fits the device; loop if none does."""
     residencies: tuple[Residency, ...] = ("step", "fwd_bwd")

@@ -35,6 +35,7 @@ from pretrain.config import RunConfig, parse_arguments
 from pretrain.data import Batch, sequences_per_shard, train_batches, validation_batches
 from pretrain.ds_config import load_ds_config
 from pretrain.engine import build_engine, initialize_distributed
+from pretrain.memory import settle
 from pretrain.metrics import MetricsLog, Speedometer
 from pretrain.resume import Progress, find_checkpoint, identity
 from pretrain.schedule import learning_rate
@@ -50,7 +51,7 @@ def main() -> None:
     try:
         topology = Topology.from_environment(os.environ)
         config, ds_config_path = parse_arguments()
-        ds_config, index, checkpoint = check_before_start(config, ds_config_path, topology)
+        config, ds_config, index, checkpoint = check_before_start(config, ds_config_path, topology)
     except (ValueError, OSError, RuntimeError, DatasetError) as error:
         if topology is not None and topology.local_rank > 0:
             time.sleep(20)  # the first rank of the node finds the same and says it; at its exit the launcher ends this one
@@ -76,11 +77,13 @@ def main() -> None:
         os._exit(1)
 
 
-def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topology) -> tuple[dict[str, Any], Index, Path | None]:
+def check_before_start(
+    config: RunConfig, ds_config_path: Path, topology: Topology
+) -> tuple[RunConfig, dict[str, Any], Index, Path | None]:
     """Finds what is wrong with config, data, environment and checkpoint before anything expensive starts.
 
     Returns:
-        DeepSpeed's config, the dataset's index, and the checkpoint to resume from.
+        the config with residency and recomputation settled, DeepSpeed's config, the dataset's index, and the checkpoint to resume from.
     """
     nvidia_apex_available()  # raises on the other package of that name
     if torch.cuda.is_available() and topology.local_rank >= torch.cuda.device_count():
@@ -88,7 +91,10 @@ def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topolo
             f"Local rank {topology.local_rank} has no GPU of its own: this process sees {torch.cuda.device_count()}. Start as many "
             f"processes a node as GPUs, and let each see all of them (srun: --gres=gpu:N, not --gpus-per-task; CUDA_VISIBLE_DEVICES)."
         )
-    ds_config = load_ds_config(ds_config_path, config, config.data_parallel_size(topology.world_size))
+    data_parallel = config.data_parallel_size(topology.world_size)
+    ds_config = load_ds_config(ds_config_path, config, data_parallel)
+    config = settle(config, data_parallel, device_bytes(topology), ds_config["zero_optimization"]["reduce_bucket_size"])
+    ds_config = load_ds_config(ds_config_path, config, data_parallel)  # the residency decides some of its settings
     index = open_dataset(config.data.path)
     if index.vocab_size != config.model.vocab_size:
         raise ValueError(
@@ -105,7 +111,14 @@ def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topolo
         raise ValueError(f"run_dir {config.run_dir} cannot be made ({error.strerror}). Choose another: --run_dir DIR.") from error
     if topology.rank == 0:
         hold_run_dir(config.run_dir)
-    return ds_config, index, checkpoint
+    return config, ds_config, index, checkpoint
+
+
+def device_bytes(topology: Topology) -> int:
+    """Memory that this rank may fill: its GPU's, or its share of the host's."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(topology.local_rank).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // topology.local_world_size
 
 
 def hold_run_dir(run_dir: Path) -> None:

@@ -13,7 +13,7 @@ from model.config import ComputeConfig, GRTConfig
 from pretrain.communication import Communication, optimizer_step
 from pretrain.config import RunConfig
 from pretrain.ds_config import load_ds_config
-from pretrain.memory import GIB, HEADROOM, Layout, Memory, Residency, choose_residency, deepest, fits, keep_last_for_budget, memory
+from pretrain.memory import GIB, HEADROOM, Layout, Memory, Residency, deepest, fits, memory, settle
 from pretrain.zero_replay import ZeroSettings
 
 SECONDS_A_DAY = 86400
@@ -98,15 +98,9 @@ def estimate(config: RunConfig, gpus: int, machine: Machine, ds_config: Path) ->
         ValueError: the GPUs cannot share the run, or the activation budget is too small.
     """
     data_parallel = config.data_parallel_size(gpus)
-    budget = config.compute.activation_budget_gib
-    if budget is not None:
-        keep = keep_last_for_budget(Layout.of(config, data_parallel), budget)
-        config = replace(config, compute=replace(config.compute, keep_last=keep, activation_budget_gib=None))
     settings = ZeroSettings.of(load_ds_config(ds_config, config, data_parallel))
-    if config.parallel.core_residency == "auto":
-        residency = choose_residency(Layout.of(config, data_parallel), machine.memory, settings.reduce_bucket)
-        config = replace(config, parallel=replace(config.parallel, core_residency=residency))
-        settings = ZeroSettings.of(load_ds_config(ds_config, config, data_parallel))
+    config = settle(config, data_parallel, machine.memory, settings.reduce_bucket)
+    settings = ZeroSettings.of(load_ds_config(ds_config, config, data_parallel))  # residency decides some of them
     layout = Layout.of(config, data_parallel)
     needed = memory(layout, deepest(config.model), settings.reduce_bucket)
     steps = [optimizer_step(layout, depth, settings) for depth in depths(config.model)]

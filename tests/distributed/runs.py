@@ -40,7 +40,7 @@ def small_run(
         data=DataConfig(dataset, sequence_length=32, workers=workers, window_shards=4),
         schedule=ScheduleConfig(total_tokens=20 * 8 * 32, learning_rate=1e-3, min_learning_rate=1e-4, warmup_tokens=4 * 8 * 32),
         optim=OptimConfig(global_batch_size=8, precision=precision),
-        parallel=ParallelConfig(**{"micro_batch_size": 2, **parallel}),
+        parallel=ParallelConfig(**{"micro_batch_size": 2, "core_residency": "step", **parallel}),
         compute=ComputeConfig(**(compute or {})),
         checkpoint=CheckpointConfig(),
     )

@@ -22,7 +22,8 @@ RUN = RunConfig(
     optim=OptimConfig(global_batch_size=24, gradient_clip=0.5, precision="bf16"),
     parallel=ParallelConfig(micro_batch_size=3),
 )
-FILLED = {
+ROOM = 6 * RUN.model.parameter_count
+FILLED: dict[str, Any] = {
     "train_batch_size": 24,
     "train_micro_batch_size_per_gpu": 3,
     "gradient_accumulation_steps": 4,
@@ -30,7 +31,15 @@ FILLED = {
     "bf16": {"enabled": True},
     "fp16": {"enabled": False},
     "data_types": {"grad_accum_dtype": "fp32"},
-    "zero_optimization": {"stage": 3, "overlap_comm": False},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": False,
+        "stage3_prefetch_bucket_size": 12 * 32**2 + 2 * 32 + 5 * 32**2 + 5 * 32,  # the core: its block, projection and gate
+        "stage3_max_live_parameters": ROOM,
+        "stage3_max_reuse_distance": ROOM,
+        "stage3_param_persistence_threshold": 320,
+        "reduce_bucket_size": 500_000,
+    },
 }
 
 
@@ -51,23 +60,19 @@ def test_missing_settings_come_from_the_run_config(tmp_path: Path) -> None:
 
 def test_auto_settings_come_from_the_run_config(tmp_path: Path) -> None:
     auto: dict[str, Any] = {name: dict.fromkeys(value, "auto") if isinstance(value, dict) else "auto" for name, value in FILLED.items()}
-    assert load(tmp_path, auto | {"zero_optimization": {"stage": 3, "overlap_comm": "auto"}}) == FILLED
+    assert load(tmp_path, auto | {"zero_optimization": auto["zero_optimization"] | {"stage": 3}}) == FILLED
 
 
 def test_agreeing_settings_and_settings_of_deepspeeds_own_stay_as_they_are(tmp_path: Path) -> None:
-    zero = {"stage": 3, "reduce_bucket_size": 7, "overlap_comm": True, "offload_param": {"device": "none"}, "zero_hpz_partition_size": 1}
+    zero = FILLED["zero_optimization"] | {"reduce_bucket_size": 7, "overlap_comm": True, "offload_param": {"device": "none"}}
     own = {"wall_clock_breakdown": True, "zero_optimization": zero, "torch_autocast": {"enabled": False}}
     assert load(tmp_path, FILLED | own) == FILLED | own
 
 
-def test_auto_sizes_of_zero_hold_the_core(tmp_path: Path) -> None:
-    names = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
-    small = ("stage3_param_persistence_threshold", "reduce_bucket_size")
-    zero = load(tmp_path, {"zero_optimization": {"stage": 3} | dict.fromkeys(names + small, "auto")})["zero_optimization"]
-    core = 12 * 32**2 + 5 * 32**2  # matrices of the block, projection and gate
-    assert all(zero[name] >= core for name in names)
-    assert zero["stage3_param_persistence_threshold"] == 320
-    assert zero["reduce_bucket_size"] > 0
+@pytest.mark.parametrize(("residency", "ahead", "reuse"), [("loop", 0, 0), ("every_use", 12 * 32**2 + 2 * 32, 0)])
+def test_residencies_that_free_the_core_get_settings_that_do(tmp_path: Path, residency: Any, ahead: int, reuse: int) -> None:
+    zero = load(tmp_path, {}, replace(RUN, parallel=replace(RUN.parallel, core_residency=residency)))["zero_optimization"]
+    assert (zero["stage3_prefetch_bucket_size"], zero["stage3_max_reuse_distance"]) == (ahead, reuse)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
