@@ -46,7 +46,7 @@ def run_ranks(
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="ranks_") as scratch:
         folder = Path(scratch)
-        (folder / "job").write_bytes(pickle.dumps((function.__module__, function.__name__, args, timeout)))
+        (folder / "job").write_bytes(pickle.dumps((_module(function), function.__name__, args, timeout)))
         ranks = [_start(folder, rank, world_size, port, env or {}) for rank in range(world_size)]
         try:
             _wait(ranks, folder, timeout)
@@ -54,6 +54,12 @@ def run_ranks(
             for process in ranks:
                 _kill(process)
         return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _module(function: Callable[..., Any]) -> str:
+    """Where to import it from, also in a script started by `python -m`."""
+    spec = sys.modules["__main__"].__spec__
+    return spec.name if function.__module__ == "__main__" and spec is not None else function.__module__
 
 
 def _free_port() -> int:
