@@ -77,7 +77,7 @@ def peaks(runs: list[tuple[RunConfig, list[int]]]) -> list[list[int]]:
 
 def already_gathered(config: RunConfig) -> int:
     """Bytes of the weights that are whole before a micro-step; with one rank they are the partitions themselves."""
-    data_parallel = int(os.environ["WORLD_SIZE"])
+    data_parallel = config.data_parallel_size(int(os.environ["WORLD_SIZE"]))
     layout = Layout.of(config, data_parallel)
     kept = small(layout.parameters, settings_of(config, data_parallel))
     return count(kept) * layout.element if data_parallel > 1 else 0
@@ -89,7 +89,7 @@ def planned_peak(config: RunConfig, data_parallel: int, depth: int) -> int:
 
 
 def check_peaks(runs: list[tuple[RunConfig, list[int]]], data_parallel: int) -> None:
-    for rank in run_ranks(peaks, data_parallel, runs):
+    for rank in run_ranks(peaks, data_parallel * runs[0][0].parallel.tensor_parallel, runs):
         for (config, depths), measured in zip(runs, rank, strict=True):
             planned = [planned_peak(config, data_parallel, depth) for depth in depths]
             assert planned == pytest.approx(measured, rel=0.1), config
@@ -102,7 +102,14 @@ def test_planned_peak_memory_is_within_a_tenth_for_each_checkpointing_mode(preci
 
 def test_planned_peak_memory_counts_gathered_weights_of_each_residency() -> None:
     model = replace(WIDE, hidden_size=256)
-    check_peaks([(wide_run("bf16", {"checkpointing": "nested"}, residency, model), [4]) for residency in RESIDENCIES], 2)
+    check_peaks([(wide_run("bf16", {"checkpointing": "recurrence"}, residency, model), [4]) for residency in RESIDENCIES], 2)
+
+
+def test_planned_peak_memory_is_that_of_a_tensor_parallel_rank() -> None:
+    # Not checkpointed: gloo's threads free some buffers where the profiler does not see it, which weighs too much in a small peak.
+    run = wide_run("bf16", {})
+    layouts = [replace(run.parallel, tensor_parallel=2, sequence_parallel=split) for split in (True, False)]
+    check_peaks([(replace(run, parallel=parallel), [4]) for parallel in layouts], 1)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +170,8 @@ def living_bytes() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_planned_partitions_and_optimizer_are_what_a_rank_holds(precision: str) -> None:
-    config = wide_run(precision, {})
+def test_planned_partitions_and_optimizer_are_what_a_rank_holds() -> None:
+    config = wide_run("bf16", {})
     planned = memory(Layout.of(config, 2), 1, settings_of(config, 2).reduce_bucket).resident
     for measured in run_ranks(resident_bytes, 2, config):
         assert planned == pytest.approx(measured, rel=0.02)
@@ -198,18 +204,18 @@ def collectives(configs: list[RunConfig], depth: int) -> list[dict[tuple[str, st
 
 def small_runs(tensor_parallel: int) -> list[RunConfig]:
     """The residencies, and the other settings that change what is communicated, each at least once."""
-    split: dict[str, Any] = {"tensor_parallel": tensor_parallel}
-    runs = [small_run(Path("unused"), model=SMALL, core_residency=residency, micro_batch_size=4, **split) for residency in RESIDENCIES]
-    for mode in ("recurrence", "block", "nested"):
-        runs.append(
-            small_run(Path("unused"), model=SMALL, compute={"checkpointing": mode}, micro_batch_size=2, core_residency="step", **split)
-        )
-    kept = {"checkpointing": "nested", "keep_last": 1, "hoist": False}
+
+    def run(compute: dict[str, Any] | None = None, model: GRTConfig = SMALL, **parallel: Any) -> RunConfig:
+        return small_run(Path("unused"), model=model, compute=compute, tensor_parallel=tensor_parallel, **parallel)
+
     truncated = replace(SMALL, backprop_depth=2)
-    runs.append(small_run(Path("unused"), model=truncated, compute=kept, micro_batch_size=4, core_residency="loop", **split))
+    kept = {"checkpointing": "nested", "keep_last": 1, "hoist": False}
+    runs = [run(core_residency=residency, micro_batch_size=4) for residency in (RESIDENCIES if tensor_parallel == 1 else ("step", "loop"))]
+    runs.append(run({"checkpointing": "recurrence"}, core_residency="step"))  # accumulation 2
+    runs.append(run(kept, truncated, core_residency="loop", micro_batch_size=4))
     if tensor_parallel > 1:
-        for compute in ({}, {"checkpointing": "block"}):
-            runs.append(small_run(Path("unused"), compute=compute, core_residency="step", sequence_parallel=False, **split))
+        runs.append(run({"checkpointing": "block"}, core_residency="fwd_bwd", micro_batch_size=4))
+        runs.append(run({"checkpointing": "block"}, core_residency="step", sequence_parallel=False))
     return runs
 
 
