@@ -2,6 +2,7 @@
 # make test    everything that a change must pass
 # make lint    ruff and mypy only
 # make nightly the slow tests
+# make bench   the tables of the README
 #
 # Settings, as in `make demo PYTHON=python3.12`:
 #   PYTHON  any Python from 3.11 on
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: demo test lint nightly install
+.PHONY: demo test lint nightly bench install
 .DEFAULT_GOAL := demo
 
 demo: $(INSTALLED)
@@ -34,6 +35,11 @@ lint: $(INSTALLED)
 
 nightly: $(INSTALLED)
 	@$(BIN)/python -m pytest -m nightly
+
+bench: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.communication
+	@$(BIN)/python -m benchmarks.train_step
+	@$(BIN)/python -m benchmarks.gradient_precision
 
 install: $(INSTALLED)
 

@@ -77,7 +77,8 @@ def _tuned_values(config: RunConfig) -> dict[str, Any]:
         "zero_optimization.stage3_prefetch_bucket_size": ahead,
         "zero_optimization.stage3_max_live_parameters": 2 * block if residency == "every_use" else room,
         "zero_optimization.stage3_max_reuse_distance": 0 if residency in ("loop", "every_use") else room,
-        "zero_optimization.stage3_param_persistence_threshold": 10 * model.hidden_size,
+        # DeepSpeed gathers small parameters one by one after each step; with the core and the blocks they cost no launch of their own.
+        "zero_optimization.stage3_param_persistence_threshold": 10 * model.hidden_size if residency == "every_use" else 0,
         "zero_optimization.reduce_bucket_size": max(16 * model.hidden_size**2, 500_000),  # 20 reductions a micro-step of grt-1b
     }
 

@@ -37,7 +37,7 @@ FILLED: dict[str, Any] = {
         "stage3_prefetch_bucket_size": 12 * 32**2 + 2 * 32 + 5 * 32**2 + 5 * 32,  # the core: its block, projection and gate
         "stage3_max_live_parameters": ROOM,
         "stage3_max_reuse_distance": ROOM,
-        "stage3_param_persistence_threshold": 320,
+        "stage3_param_persistence_threshold": 0,
         "reduce_bucket_size": 500_000,
     },
 }
