@@ -9,6 +9,7 @@ stream in bits 16..19 and the recurrence in bits 20..31; 0.
 """
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -30,39 +31,44 @@ class Stream(IntEnum):
     DEPTH = 2
 
 
-def philox4x32(counter: Tensor, seed: int) -> Tensor:
+def philox4x32(counter: Sequence[Tensor] | Tensor, seed: int) -> Tensor:
     """Philox4x32-10.
 
     Args:
-        counter: int64 [4, N], each word in 0 .. 2^32 - 1.
+        counter: 4 words, int64 of shapes that broadcast together, each in 0 .. 2^32 - 1. What differs along one dimension only
+            is best given so: most of the first two rounds is then done on the small shapes.
         seed: 64-bit key.
 
     Returns:
-        int64 [4, N], each word in 0 .. 2^32 - 1.
+        int64 [4, ...], each word in 0 .. 2^32 - 1.
     """
-    c0, c1, c2, c3 = counter.clone()
+    c0, c1, c2, c3 = counter
     key0, key1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
         # An int64 product wraps modulo 2^64, so its bits are those of the unsigned product.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((product1 >> 32) & _MASK).bitwise_xor_(c1).bitwise_xor_(key0)
-        c2 = ((product0 >> 32) & _MASK).bitwise_xor_(c3).bitwise_xor_(key1)
-        c1, c3 = product1.bitwise_and_(_MASK), product0.bitwise_and_(_MASK)
+        c0 = ((product1 >> 32) ^ c1).bitwise_xor_(key0).bitwise_and_(_MASK)
+        c2 = ((product0 >> 32) ^ c3).bitwise_xor_(key1).bitwise_and_(_MASK)
+        c1, c3 = product1, product0  # their upper halves are masked away with the next xor
         key0, key1 = (key0 + _WEYL[0]) & _MASK, (key1 + _WEYL[1]) & _MASK
-    return torch.stack((c0, c1, c2, c3))
+    return torch.stack((c0, c1.bitwise_and_(_MASK), c2, c3.bitwise_and_(_MASK)))
 
 
 def uniform(words: Tensor) -> Tensor:
     """fp32 in (0, 1] from the upper 24 bits of each 32-bit word; exact, so equal on every device."""
-    return ((words >> 8) + 1).float() * 2.0**-24
+    return (words >> 8).float().add_(1.0).mul_(2.0**-24)
 
 
 def box_muller(words: Tensor) -> Tensor:
-    """int64 words [4, N] -> standard normals fp32 [N, 4]: words 0 and 1 make the first two, words 2 and 3 the others."""
-    radius = uniform(words[0::2]).log_().mul_(-2.0).sqrt_()
-    angle = uniform(words[1::2]).mul_(2.0 * math.pi)
-    pairs = torch.stack((radius * angle.cos(), radius * angle.sin()))  # [cos | sin, pair, N]
-    return pairs.permute(2, 1, 0).reshape(-1, 4)
+    """int64 words [4, ...] -> standard normals fp32 [..., 4]: words 0 and 1 make the first two, words 2 and 3 the others."""
+    uniforms = uniform(words)
+    radius = uniforms[0::2].log_().mul_(-2.0).sqrt_()
+    angle = uniforms[1::2].mul_(2.0 * math.pi)
+    out = torch.empty(*words.shape[1:], 4, device=words.device)
+    by_word = out.movedim(-1, 0)
+    torch.mul(radius, angle.cos(), out=by_word[0::2])
+    torch.mul(radius, angle.sin_(), out=by_word[1::2])
+    return out
 
 
 @torch.no_grad()
@@ -88,7 +94,6 @@ def normals(seed: int, positions: Tensor, channels: int, stream: Stream, recurre
     for start in range(0, flat.numel(), rows):
         position = flat[start : start + rows, None]
         high = (position >> 32) | (int(stream) << 16) | (recurrence << 20)
-        words = torch.broadcast_tensors(group, position & _MASK, high, torch.zeros_like(position))
-        drawn = philox4x32(torch.stack(words).reshape(4, -1), seed)
-        out[start : start + rows] = box_muller(drawn).reshape(-1, groups * 4)
+        words = philox4x32((group, position & _MASK, high, torch.zeros_like(position)), seed)
+        out[start : start + rows] = box_muller(words).flatten(1)
     return out[:, :channels].reshape(*positions.shape, channels)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model.noise import MAX_RECURRENCE, Stream, normals, philox4x32
+from model.noise import _CPU_CHUNK, MAX_RECURRENCE, Stream, normals, philox4x32
 
 GOLDEN = [
     [-0.68351138, 0.42405003, 1.98548460, -0.20838360, -0.28565434, -0.84296882],
@@ -21,6 +21,21 @@ KNOWN_ANSWERS = [
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
 def test_philox_gives_the_known_answers(counter: list[int], key: int, words: list[int]) -> None:
     assert philox4x32(torch.tensor(counter)[:, None], key)[:, 0].tolist() == words
+
+
+def test_philox_of_words_that_broadcast_equals_that_of_whole_counters() -> None:
+    words = (torch.arange(3), torch.tensor([[7], [2**32 - 1]]), torch.tensor([[5], [6]]), torch.tensor(0))
+    whole = torch.stack(torch.broadcast_tensors(*words))
+    assert torch.equal(philox4x32(words, 99), philox4x32(whole, 99))
+
+
+@pytest.mark.parametrize("channels", [1, 10, 768])
+def test_a_token_on_a_chunk_border_gets_what_it_gets_alone(channels: int) -> None:
+    """Across the border of a chunk, and with channels that do not fill the last group."""
+    tokens = _CPU_CHUNK // -(-channels // 4)
+    whole = normals(7, torch.arange(tokens + 2), channels, Stream.GATE, 9)
+    for token in (0, tokens - 1, tokens, tokens + 1):
+        assert torch.equal(whole[token], normals(7, torch.tensor(token), channels, Stream.GATE, 9))
 
 
 def test_golden_values_freeze_the_layout() -> None:
