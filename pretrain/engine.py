@@ -83,7 +83,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def release_after_evaluation(engine: DeepSpeedEngine) -> None:
-    """Frees the parameters that forward passes without a backward leave gathered; the resident ones are gathered again."""
+    """Frees the parameters that forward passes without a backward leave gathered; those that DeepSpeed keeps are gathered again."""
     engine.empty_partition_cache()
     resident = engine.optimizer.persistent_parameters
     if resident:
