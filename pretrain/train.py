@@ -77,9 +77,7 @@ def main() -> None:
         os._exit(1)
 
 
-def check_before_start(
-    config: RunConfig, ds_config_path: Path, topology: Topology
-) -> tuple[RunConfig, dict[str, Any], Index, Path | None]:
+def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topology) -> tuple[RunConfig, dict[str, Any], Index, Path | None]:
     """Finds what is wrong with config, data, environment and checkpoint before anything expensive starts.
 
     Returns:

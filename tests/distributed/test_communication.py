@@ -72,7 +72,7 @@ def all_residencies(tensor_parallel: int, micro_batch_size: int, compute: dict[s
 LAYOUTS = {"tp1-dp2-accumulation4": (1, 2, 1, {}), "tp2-dp2-nested": (2, 4, 4, {"checkpointing": "nested"})}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
+@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=list(LAYOUTS))
 def measured(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
     tensor_parallel, world_size, micro_batch_size, compute = request.param
     return run_ranks(all_residencies, world_size, tensor_parallel, micro_batch_size, compute, timeout=400)
