@@ -175,9 +175,9 @@ def check(cases: list[Case], plain: Tensor, timeout: float) -> None:
     worst = torch.stack(deviations).amax(0)
     print(f"{len(cases)} combinations; the largest relative deviations: loss {worst[0]:.1e}, gradient norm {worst[1]:.1e}")
     failed = [
-        f"{case}: loss {loss:.1e}, norm {norm:.1e}"
-        for case, (loss, norm) in zip(cases, deviations, strict=True)
-        if not max(loss, norm) <= TOLERANCE
+        f"{case}: loss {deviation[0]:.1e}, norm {deviation[1]:.1e}"
+        for case, deviation in zip(cases, deviations, strict=True)
+        if not (deviation <= TOLERANCE).all()  # NaN fails too
     ]
     assert not failed, "\n".join(failed)
 
@@ -190,7 +190,7 @@ def test_the_covering_set_has_every_valid_pair() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_pair_of_settings_gives_plain_losses_and_norms(world_size: int, plain: Tensor) -> None:
     assert plain[-1, 0] < plain[0, 0] - 0.1  # it learns
-    check([case for case in PAIRWISE if case.tensor_parallel * case.data_parallel == world_size], plain, timeout=300)
+    check([case for case in PAIRWISE if case.tensor_parallel * case.data_parallel == world_size], plain, timeout=600)
 
 
 @pytest.mark.nightly
