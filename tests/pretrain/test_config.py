@@ -129,3 +129,26 @@ def test_processes_and_batches_that_do_not_divide_are_named(config_file: Path) -
         config.data_parallel_size(3)
     with pytest.raises(ValueError, match="optim.global_batch_size is 8, .*micro_batch_size 2 times 3 data-parallel ranks"):
         config.accumulation_steps(3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("--parallel.core_residency", "every_use", "--model.min_depth", "0"), "every_use cannot train at depth 0"),
+        (("--parallel.sequence_parallel", "true"), "parallel.tensor_parallel is 1: there is nothing to split"),
+        (("--parallel.tensor_parallel", "2", "--data.sequence_length", "31"), "data.sequence_length is 31; it must be a multiple of the 2"),
+        (("--compute.keep_last", "1"), "compute.keep_last needs compute.checkpointing recurrence or nested"),
+        (("--model.backprop_depth", "0"), "model.backprop_depth is 0"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_together_are_refused(config_file: Path, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(config_file, *overrides)
+
+
+def test_sequence_parallelism_comes_with_tensor_parallelism(config_file: Path) -> None:
+    assert not parse(config_file).parallel.splits_sequence
+    assert parse(config_file, "--parallel.tensor_parallel", "2").parallel.splits_sequence
+    off = ("--parallel.tensor_parallel", "2", "--parallel.sequence_parallel", "false")
+    assert not parse(config_file, *off).parallel.splits_sequence
