@@ -119,8 +119,8 @@ class RunConfig:
         self.model.validate_tensor_parallel(self.parallel.tensor_parallel)
         if self.parallel.core_residency == "every_use" and self.model.core_blocks and self.model.min_depth == 0:
             raise ValueError(
-                "parallel.core_residency every_use cannot train at depth 0, and model.min_depth is 0: ZeRO-3 would apply the core's gradients "
-                "of the step before again. Set model.min_depth to 1, or choose another residency."
+                "parallel.core_residency every_use cannot train at depth 0, and model.min_depth is 0: ZeRO-3 would apply the core's "
+                "gradients of the step before again. Set model.min_depth to 1, or choose another residency."
             )
         ranks = self.parallel.tensor_parallel if self.parallel.splits_sequence else 1
         _require(length % ranks == 0, "data.sequence_length", length, f"a multiple of the {ranks} ranks that share a sequence")
