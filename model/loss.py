@@ -5,7 +5,7 @@ The gradients are computed with the loss, while a chunk's logits are there, and 
 recomputed and the weight is not needed again (ZeRO-3 may have partitioned it by then). The vocabulary is split by rows of the weight
 over a process group.
 
-Shapes: T tokens, C tokens of a chunk, V columns of this rank (rows of its weight), D hidden size.
+Shapes: T tokens, C tokens of a chunk, S tokens of a slice, V columns of this rank (rows of its weight), D hidden size.
 """
 
 from typing import Any
@@ -15,14 +15,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-CHUNK_LOGITS = 2**25  # logits a chunk, about: 200 MB in bf16 and fp32 together, and hundreds of tokens for the matrix products
+CHUNK_LOGITS = 2**26  # logits a chunk, about: 134 MB in bf16, and more than a thousand tokens for the matrix products
 TILE = 128  # tokens a chunk are a multiple of it where they can be: matrix products work in such tiles
+SLICE = 2**22  # elements of a temporary, about: 17 MB in fp32, and on a GPU work enough for a launch
 
 
 def tokens_per_chunk(columns: int) -> int:
     """C for `columns` = V."""
     tokens = max(CHUNK_LOGITS // columns, 1)
     return tokens - tokens % TILE if tokens > TILE else tokens
+
+
+def rows_per_slice(width: int) -> int:
+    """Rows of `width` elements in a temporary."""
+    return max(SLICE // width, 1)
 
 
 def linear_cross_entropy(
@@ -94,13 +100,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in starts:
             part = slice(start, start + chunk)
             hidden_CD = hidden[part]
-            logits = torch.mm(hidden_CD, weight.t(), out=logits_CV[: len(hidden_CD)])
+            logits_CV = logits_CV[: len(hidden_CD)]  # the last chunk may be shorter
+            torch.mm(hidden_CD, weight.t(), out=logits_CV)
             columns, weights = targets[part] - first_column, token_weights[part].to(wide)
-            loss += _chunk_loss(logits, columns, weights, vocab_size - first_column, group, hidden_wanted or weight_wanted)
+            loss += _chunk_loss(logits_CV, columns, weights, vocab_size - first_column, group, hidden_wanted or weight_wanted)
             if dhidden_TD is not None:
-                torch.mm(logits, weight, out=dhidden_TD[part])
+                torch.mm(logits_CV, weight, out=dhidden_TD[part])
             if dweight_VD is not None:
-                _add_product(dweight_VD, logits.t(), hidden_CD)
+                _add_product(dweight_VD, logits_CV.t(), hidden_CD)
+        del logits_CV  # before the sum over chunks is rounded to a second tensor
         ctx.scaled = False
         ctx.save_for_backward(dhidden_TD, None if dweight_VD is None else dweight_VD.to(weight.dtype))
         return loss
@@ -123,7 +131,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunk_loss(logits_CV: Tensor, columns_C: Tensor, weights_C: Tensor, vocab_columns: int, group: ProcessGroup, gradient: bool) -> Tensor:
-    """The chunk's part of the loss. Overwrites the logits: with the loss's gradient for them if `gradient`.
+    """The chunk's part of the loss. Overwrites the logits with the loss's gradient for them if `gradient`.
+
+    Wide are only some rows at once; a group of several computes their exponentials twice, before and after the sum over its ranks.
 
     Args:
         columns_C: the targets as columns of this rank; outside [0, V) where the target is another rank's.
@@ -134,26 +144,44 @@ def _chunk_loss(logits_CV: Tensor, columns_C: Tensor, weights_C: Tensor, vocab_c
     here_C = (columns_C >= 0) & (columns_C < logits_CV.shape[1])
     columns_C1 = torch.where(here_C, columns_C, 0)[:, None]
 
-    wide_CV = logits_CV.to(weights_C.dtype)  # logits_CV itself where that is wide already
-    maximum_C1 = wide_CV.amax(dim=1, keepdim=True)
+    maximum_C1 = logits_CV.amax(dim=1, keepdim=True).to(weights_C.dtype)
     if group.size() > 1:
         all_reduce(maximum_C1, ReduceOp.MAX, group)
-    wide_CV.sub_(maximum_C1)
-    target_C = torch.where(here_C, wide_CV.gather(1, columns_C1)[:, 0], 0)
-    sums_2C = torch.stack((wide_CV.exp_().sum(dim=1), target_C))
+    target_C = torch.where(here_C, logits_CV.gather(1, columns_C1)[:, 0] - maximum_C1[:, 0], 0)
+
+    rows = min(rows_per_slice(logits_CV.shape[1]), len(logits_CV))
+    slices = [slice(start, start + rows) for start in range(0, len(logits_CV), rows)]
+    wide_SV = logits_CV.new_empty((rows, logits_CV.shape[1]), dtype=weights_C.dtype)
+    sums_C = torch.empty_like(weights_C)
+    at_target_C1 = torch.where(here_C, -weights_C, 0)[:, None]
+
+    def exponentiate(part: slice) -> Tensor:
+        return wide_SV[: len(logits_CV[part])].copy_(logits_CV[part]).sub_(maximum_C1[part]).exp_()
+
+    def to_gradient(part: slice, exponentials_SV: Tensor) -> None:  # weight x (probability - 1 at the target)
+        exponentials_SV.mul_((weights_C[part] / sums_C[part])[:, None])
+        logits_CV[part] = exponentials_SV.scatter_add_(1, columns_C1[part], at_target_C1[part])
+
+    for part in slices:
+        exponentials_SV = exponentiate(part)
+        torch.sum(exponentials_SV, dim=1, out=sums_C[part])
+        if gradient and group.size() == 1:
+            to_gradient(part, exponentials_SV)
     if group.size() > 1:
+        sums_2C = torch.stack((sums_C, target_C))
         all_reduce(sums_2C, ReduceOp.SUM, group)
-    exponentials_C, target_C = sums_2C
-    if gradient:  # weight x (probability - 1 at the target)
-        wide_CV.mul_((weights_C / exponentials_C)[:, None])
-        wide_CV.scatter_add_(1, columns_C1, torch.where(here_C, -weights_C, 0)[:, None])
-        logits_CV.copy_(wide_CV)
-    return (weights_C * (exponentials_C.log() - target_C)).sum()
+        sums_C, target_C = sums_2C
+        if gradient:
+            for part in slices:
+                to_gradient(part, exponentiate(part))
+    return (weights_C * (sums_C.log() - target_C)).sum()
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total may be wider than a and b: the product is rounded to their dtype, the sum is not."""
+    """total += a @ b, where total may be wider than a and b: then the product is rounded to their dtype, the sum is not."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
-        total.add_(a @ b)
+        rows = rows_per_slice(total.shape[1])
+        for total_part, a_part in zip(total.split(rows), a.split(rows), strict=True):
+            total_part.add_(a_part @ b)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from model.config import ComputeConfig, GRTConfig
-from model.loss import tokens_per_chunk
+from model.loss import rows_per_slice, tokens_per_chunk
 from pretrain.config import RunConfig
 from pretrain.parameters import Parameter, count, rank_parameters
 
@@ -240,13 +240,13 @@ def _tied_gradient(layout: Layout) -> int:
 
 
 def _loss(layout: Layout) -> Stretch:
-    """A chunk of logits, and both gradients."""
+    """A chunk of logits, a slice of it in fp32, and both gradients."""
     columns = layout.parameters[0].shape[0]
-    chunk = tokens_per_chunk(columns)
-    logits = min(chunk, layout.tokens) * columns * (layout.element + (WIDE if layout.precision == "bf16" else 0))
+    tokens = min(tokens_per_chunk(columns), layout.tokens)
+    logits = columns * (tokens * layout.element + min(rows_per_slice(columns), tokens) * WIDE)
     tied = _tied_gradient(layout)
-    if layout.precision == "bf16" and layout.tokens > chunk:
-        tied *= 4  # the sum in fp32, and a product
+    if layout.precision == "bf16" and layout.tokens > tokens:
+        tied = 2 * tied + max(tied - logits, 0)  # the sum over chunks in fp32; rounded when the logits are gone
     forward = 2 * layout.whole_state + logits + tied  # with the hidden states and their gradients
     backward = 2 * layout.whole_state + _tied_gradient(layout)
     return Stretch("loss", 0, max(forward, backward), _tied_gradient(layout))

@@ -40,7 +40,7 @@ def _results() -> dict[str, Result]:
 
 def _result(vocab_size: int, dtype: torch.dtype, group: ProcessGroup) -> Result:
     rows = COLUMNS // group.size()
-    loss.CHUNK_LOGITS = CHUNK * rows
+    loss.CHUNK_LOGITS, loss.SLICE = CHUNK * rows, 2 * rows
     generator = torch.Generator().manual_seed(5)
     hidden_TD = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype).requires_grad_()
     weight_VD = torch.randn(COLUMNS, WIDTH, generator=generator).to(dtype)
