@@ -11,14 +11,13 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.allocations import allocations
 from benchmarks.plain import PlainGRT
 from benchmarks.world import world_of_one
 from model.config import PRESETS, ComputeConfig, GRTConfig
@@ -58,14 +57,10 @@ class Contestant:
 
     def peak_bytes(self, tokens_BS: Tensor, targets_BS: Tensor) -> tuple[int, int]:
         """The weights, and the most that one forward and backward pass (gradients included) has allocated on top of them."""
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            self.loss(tokens_BS, targets_BS).backward()
+        peak, _ = allocations(lambda: self.loss(tokens_BS, targets_BS).backward())
         self.optimizer.zero_grad()
-        assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-        changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        changes.sort(key=lambda event: event.start_ns())
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
-        return weights, max(accumulate(event.nbytes() for event in changes))
+        return weights, peak
 
 
 def dense_peer(config: GRTConfig) -> GRTConfig:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import DeepSpeedEngine
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.allocations import allocations
 from benchmarks.collectives import CollectiveCounter
 from model.config import GRTConfig
 from model.parallel import ParallelGroups
@@ -50,15 +50,8 @@ def run_micro_step(engine: DeepSpeedEngine, config: RunConfig, depth: int) -> No
 
 def allocated_peak(engine: DeepSpeedEngine, config: RunConfig, depth: int) -> int:
     """Bytes that a micro-step has at the most beyond what was there, by the allocator's own count."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run_micro_step(engine, config, depth)
+    peak, _ = allocations(lambda: run_micro_step(engine, config, depth))
     engine.step()
-    profiler: Any = recorded.profiler
-    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
     return peak
 
 
