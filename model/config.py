@@ -154,6 +154,10 @@ class GRTConfig:
         count = (self.prelude_blocks + self.coda_blocks) * self.block_parameter_count + self.core_parameter_count + self.vocab_size * d + d
         return count + (self.max_positions * d if self.position == "learned" else 0)
 
+    def recurrences_with_gradient(self, depth: int) -> int:
+        """Of `depth` recurrences, those at the end that gradients go through."""
+        return depth if self.backprop_depth is None else min(depth, self.backprop_depth)
+
     def forward_flops_per_token(self, sequence_length: int, depth: int) -> int:
         """Floating-point operations of one token's forward pass, by the nominal convention: full (not causal) attention, 10 d^2 a
         recurrence for projection and gate, 2 V d for the head. Training costs three times this; recomputation is not counted."""

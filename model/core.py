@@ -175,7 +175,7 @@ class RecurrentCore(nn.Module):
             of the update, |h_r - h_{r-1}| / |h_{r-1}|, by recurrence ([0, 2] unless asked for).
         """
         fixed = self._hoist(anchor) if self.compute.hoist and depth else anchor
-        without_gradient = 0 if self.config.backprop_depth is None else depth - self.config.backprop_depth
+        without_gradient = depth - self.config.recurrences_with_gradient(depth)
         keeps_state_only = depth - self.compute.keep_last if self.compute.checkpointing in ("recurrence", "nested") else 0
         hidden = anchor
         measured = []

@@ -113,7 +113,7 @@ class _Passes(NamedTuple):
 
 def _block_passes(layout: Layout, depth: int) -> _Passes:
     model, compute = layout.model, layout.compute
-    with_gradient = depth if model.backprop_depth is None else min(depth, model.backprop_depth)
+    with_gradient = model.recurrences_with_gradient(depth)
     outside, core = model.prelude_blocks + model.coda_blocks, model.core_blocks
     backward = outside + core * with_gradient
     by_block = backward if compute.checkpoints_blocks else 0

@@ -210,7 +210,7 @@ def _backward(layout: Layout, depth: int) -> tuple[int, list[Stretch]]:
 
 def _core(layout: Layout, depth: int) -> tuple[int, list[Stretch]]:
     model, state = layout.model, layout.state
-    with_gradient = depth if model.backprop_depth is None else min(depth, model.backprop_depth)
+    with_gradient = model.recurrences_with_gradient(depth)
     whole = min(keep_last_limit(layout, depth), with_gradient)  # kept whole
     gradients = sum(p.numel for p in layout.parameters if p.part == "core") * layout.element
     recurrence_kept, recurrence = _recurrence(layout)

@@ -127,7 +127,7 @@ def executed_flops(layout: Layout, depth: int) -> float:
     around, once = ((6 * d * d, 4 * d * d) if compute.hoist else (10 * d * d, 0)) if model.core_blocks else (0, 0)
     recurrence = model.core_blocks * block + repeated * around
     outside = (model.prelude_blocks + model.coda_blocks) * block
-    with_gradient = depth if model.backprop_depth is None else min(depth, model.backprop_depth)
+    with_gradient = model.recurrences_with_gradient(depth)
     checkpointed = max(0, with_gradient - (compute.keep_last if compute.checkpointing in ("recurrence", "nested") else with_gradient))
     forward = outside + depth * recurrence + repeated * once
     backward = 2 * (outside + with_gradient * recurrence + repeated * once)
