@@ -11,6 +11,7 @@ import torch
 from model.config import GRTConfig
 from model.noise import Stream, box_muller, philox4x32, uniform
 
+POISSON_LIMIT = 4  # times R: the deepest that the poisson sampler draws
 POISSON_SIGMA = 0.5  # spread of the log-normal rate, as in Huginn (Geiping et al., 2025)
 
 
@@ -57,7 +58,7 @@ def _log_normal_poisson(config: GRTConfig, seed: int, step: int) -> int:
     target = float(uniform(words[3:]))
     extra, probability = 0, math.exp(-rate)
     cumulative = probability
-    while cumulative < target and extra < 4 * config.max_depth - 1:
+    while cumulative < target and extra < POISSON_LIMIT * config.max_depth - 1:
         extra += 1
         probability *= rate / extra
         cumulative += probability

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from model.config import ComputeConfig, GRTConfig
+from model.depth import POISSON_LIMIT
 from model.loss import rows_per_slice, tokens_per_chunk
 from pretrain.config import RunConfig
 from pretrain.parameters import Parameter, count, rank_parameters
@@ -19,7 +20,6 @@ GIB = 2**30
 MARGIN = 1.05  # activations are planned with so much room: for sums of single tokens and the kernels' scratch, which are not counted
 SUB_GROUP = 10**9  # elements that DeepSpeed updates at once
 HEADROOM = 0.92  # of a device's memory that a plan fills: the rest is for the CUDA context, NCCL's buffers and fragmentation
-POISSON_LIMIT = 4  # times R, in model/depth.py
 WIDE = 4  # bytes of the gate's, the loss's and the optimizer's fp32
 
 

@@ -1,4 +1,4 @@
-"""Fixtures that several folders use: a small tokenizer and a small dataset, both made by the project's own commands.
+"""Fixtures that several folders use: a small tokenizer and a small dataset, both made by the project's own commands, and a world of one.
 
 The text is source code of a few standard modules, so nothing is downloaded.
 """
@@ -8,6 +8,7 @@ import inspect
 import json
 import tarfile
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,18 @@ def dataset(corpus: Path, tokenizer_directory: Path, tmp_path_factory: pytest.Te
     arguments = ["--input", str(corpus), "--tokenizer", str(tokenizer_directory), "--output", str(directory)]
     assert prepare_data(arguments + DATASET_ARGUMENTS) == 0
     return directory
+
+
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    """This process as a whole world, so that Megatron's layers can be built."""
+    # Seconds to import, which the tests that need no model do not wait for.
+    import torch
+    from megatron.core import parallel_state
+
+    from benchmarks.world import world_of_one as initialize
+
+    initialize()
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()

@@ -1,20 +1,8 @@
-"""One process as a whole world, so that Megatron's layers can be built."""
-
-from collections.abc import Iterator
-from pathlib import Path
+"""Every test here builds layers, so each module runs in a world of one."""
 
 import pytest
-import torch
-from megatron.core import parallel_state
-
-from model.parallel import initialize_model_parallel
 
 
 @pytest.fixture(scope="module", autouse=True)
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = Path(tmp_path_factory.mktemp("world")) / "store"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    initialize_model_parallel(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+def world(world_of_one: None) -> None:
+    """`tests.conftest.world_of_one`, asked for by all."""
