@@ -3,6 +3,7 @@
 # make lint    ruff and mypy only
 # make nightly the slow tests
 # make bench   the tables of the README
+# make ops     the fused gate operators, for training and generation; optional, needs a C++ compiler, and nvcc for those of GPUs
 #
 # Settings, as in `make demo PYTHON=python3.12`:
 #   PYTHON  any Python from 3.11 on
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: demo test lint nightly bench install
+.PHONY: demo test lint nightly bench install ops
 .DEFAULT_GOAL := demo
 
 demo: $(INSTALLED)
@@ -40,6 +41,9 @@ bench: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.communication
 	@$(BIN)/python -m benchmarks.train_step
 	@$(BIN)/python -m benchmarks.gradient_precision
+
+ops: $(INSTALLED)
+	@$(BIN)/python -m model.ops.build
 
 install: $(INSTALLED)
 
