@@ -27,10 +27,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 SOURCES = Path(__file__).parents[1] / "csrc"
 LIBRARIES = Path(__file__).parent / "lib"
 NAME = "libgrt_ops.so"
+LOG = "build.log"  # of the last build, if it failed
 
 CPU_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 CUDA_FLAGS = ["-O3", "-std=c++20", "-Xcompiler=-fPIC", "--expt-relaxed-constexpr"]
@@ -53,7 +55,7 @@ def library_path(sources: Path = SOURCES, libraries: Path = LIBRARIES) -> Path:
     for path in _files(sources, ".cpp", ".cu", ".h"):
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\n".encode() + content)
-    return libraries / f"torch-{_torch_version()[0]}-{platform.machine()}-{digest.hexdigest()[:12]}" / NAME
+    return libraries / f"torch-{_torch().version}-{platform.machine()}-{digest.hexdigest()[:12]}" / NAME
 
 
 def find() -> Path | None:
@@ -92,7 +94,7 @@ def build(force: bool = False, sources: Path = SOURCES, libraries: Path = LIBRAR
     # Nodes with different GPUs may share this folder, so what the library had, it keeps.
     wanted = sorted({*wanted, *built}) if nvcc else []
     tools = Tools(_find_cxx(), nvcc if wanted else None, wanted)
-    print(f"Building {NAME} for torch {_torch_version()[0]}, {_contents(wanted)}, with {shlex.join(tools.cxx)}", flush=True)
+    print(f"Building {NAME} for torch {_torch().version}, {_contents(wanted)}, with {shlex.join(tools.cxx)}", flush=True)
     try:
         libraries.mkdir(parents=True, exist_ok=True)
         _remove_dead_builds(libraries)
@@ -102,6 +104,7 @@ def build(force: bool = False, sources: Path = SOURCES, libraries: Path = LIBRAR
                 raise BuildError(f"The files in {sources} changed while they were compiled. Build again.")
             library.parent.mkdir(exist_ok=True)
             os.replace(Path(folder) / NAME, library)
+            (libraries / LOG).unlink(missing_ok=True)
     except OSError as error:
         raise BuildError(_about_writing(error, libraries)) from error
     print(f"Built in {time.monotonic() - started:.0f} s: {library}: {_contents(wanted)}")
@@ -123,10 +126,9 @@ class Tools:
     architectures: list[int]
 
     def compile_command(self, source: Path, output: Path) -> list[str]:
-        from torch.utils.cpp_extension import include_paths  # seconds, only for those who build
-
+        include = _torch().root / "include"
         # System headers, for the warnings in them are not ours.
-        common = [*(f"-isystem{path}" for path in include_paths()), "-c", str(source), "-o", str(output)]
+        common = ["-isystem", f"{include}", "-isystem", f"{include}/torch/csrc/api/include", "-c", str(source), "-o", str(output)]
         if self.nvcc is None:
             return [*self.cxx, *CPU_FLAGS, *common]
         if source.suffix == ".cu":
@@ -134,9 +136,7 @@ class Tools:
         return [*self.cxx, *CPU_FLAGS, "-DGRT_CUDA", *_cuda_paths(self.nvcc, "-I"), *common]
 
     def link_command(self, inputs: Sequence[Path], output: Path) -> list[str]:
-        from torch.utils.cpp_extension import library_paths
-
-        command = [*self.cxx, *CPU_FLAGS, "-shared", *map(str, inputs), "-o", str(output), *(f"-L{path}" for path in library_paths())]
+        command = [*self.cxx, *CPU_FLAGS, "-shared", *map(str, inputs), "-o", str(output), f"-L{_torch().root / 'lib'}"]
         if self.nvcc is not None:
             # By its full name: NVIDIA's pip packages hold no libcudart.so.
             runtime = f"-l:libcudart.so.{_major(_release(self.nvcc))}"
@@ -189,40 +189,44 @@ def _run(commands: dict[str, list[str]], folder: Path, libraries: Path) -> None:
     waiting = list(commands)
     running: dict[str, subprocess.Popen[bytes]] = {}
     started = {}
+    # Their output is kept in memory: it has to tell of a full disk.
+    outputs = {name: os.fdopen(os.memfd_create(name), "w+b") for name in commands}
     try:
         while waiting or running:
             while waiting and len(running) < JOBS:
                 name = waiting.pop(0)
                 started[name] = time.monotonic()
-                with (folder / f"{name}.log").open("wb") as log:
-                    running[name] = subprocess.Popen(
-                        commands[name],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env=environment,
-                        process_group=0,  # killed as one, with the programs that a compiler starts
-                    )
+                running[name] = subprocess.Popen(
+                    commands[name],
+                    stdin=subprocess.DEVNULL,
+                    stdout=outputs[name],
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    process_group=0,  # killed as one, with the programs that a compiler starts
+                )
             for name in [name for name, process in running.items() if process.poll() is not None]:
-                if running.pop(name).returncode != 0:
-                    raise BuildError(_about_failure(name, commands[name], folder, libraries))
+                if status := running.pop(name).returncode:
+                    outputs[name].seek(0)
+                    output = outputs[name].read().decode(errors="replace")
+                    raise BuildError(_about_failure(name, status, commands[name], output, folder, libraries))
                 print(f"  {name:<16} {time.monotonic() - started[name]:5.1f} s", flush=True)
             time.sleep(0.02)
     finally:
         for process in running.values():
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        for file in outputs.values():
+            file.close()
 
 
-def _about_failure(name: str, command: list[str], folder: Path, libraries: Path) -> str:
-    output = (folder / f"{name}.log").read_text(errors="replace")
+def _about_failure(name: str, status: int, command: list[str], output: str, folder: Path, libraries: Path) -> str:
     if os.strerror(errno.ENOSPC) in output or os.strerror(errno.EDQUOT) in output:
         return _about_writing(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), libraries)
     whole = folder / "whole.log"
     whole.write_text(f"$ {shlex.join(command)}\n{output}")
-    log = libraries / "build.log"
+    log = libraries / LOG
     os.replace(whole, log)
-    return f"{name} failed:\n\n{_first_errors(output)}\n\nThe command and all of its output: {log}"
+    return f"{name} failed with status {status}:\n\n{_first_errors(output)}\n\nThe command and all of its output: {log}"
 
 
 def _first_errors(output: str) -> str:
@@ -290,7 +294,7 @@ def _find_cxx() -> list[str]:
 
 def _find_nvcc() -> Path | None:
     """nvcc of torch's major version of CUDA; None, after saying so, if there is none, and silently if torch has no CUDA."""
-    cuda = _torch_version()[1]
+    cuda = _torch().cuda
     if cuda is None:
         return None
     homes = [Path(home) / "bin" for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home]
@@ -335,13 +339,20 @@ def _gencode(capabilities: list[int]) -> list[str]:
     return [*flags, f"-gencode=arch=compute_{capabilities[-1]},code=compute_{capabilities[-1]}"]
 
 
-def _torch_version() -> tuple[str, str | None]:
-    """torch's version with its build (2.13.0+cu130), and the version of CUDA that it is built with; read without importing it."""
+class _Torch(NamedTuple):
+    root: Path
+    version: str  # with its build, as in 2.13.0+cu130
+    cuda: str | None  # of CUDA that it is built with
+
+
+def _torch() -> _Torch:
+    """The installed torch, which is not imported: that takes seconds, and its module for extensions reports what it thinks of CUDA_HOME."""
     found = find_spec("torch")
     if found is None or found.origin is None:
         raise BuildError("torch is not installed in this environment.")
-    version = runpy.run_path(str(Path(found.origin).parent / "version.py"))
-    return version["__version__"], version["cuda"]
+    root = Path(found.origin).parent
+    version = runpy.run_path(str(root / "version.py"))
+    return _Torch(root, version["__version__"], version["cuda"])
 
 
 def _files(folder: Path, *suffixes: str) -> list[Path]:
