@@ -6,7 +6,10 @@
 Training never builds; it takes what `find` finds, or the plain operators. The file's folder names the torch, the machine and a hash of
 the sources and flags, so a library is never used with other sources than its own, and one folder serves several environments. There is
 no lock: a build works in a folder of its own and renames the finished file into place, so a killed build blocks nothing, and of two at
-once the last wins. `pip wheel .` after a build packs the library, and machines without a compiler find it where that wheel is installed.
+once the last wins.
+
+For machines without a compiler: `pip wheel . --no-deps` after a build packs the library too (all of LIBRARIES; remove `build/`, which
+setuptools keeps, beforehand), and is found where that wheel is installed beside the same release of torch.
 """
 
 import argparse
@@ -35,6 +38,8 @@ NAME = "libgrt_ops.so"
 LOG = "build.log"  # of the last build, if it failed
 
 CPU_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+if platform.machine() == "x86_64":
+    CPU_FLAGS.append("-mprefer-vector-width=512")  # else compilers use half of AVX-512
 CUDA_FLAGS = ["-O3", "-std=c++20", "-Xcompiler=-fPIC", "--expt-relaxed-constexpr"]
 # Compute capabilities (80 is sm_80: A100; 90: H100, H200; 100: B200) for a build that sees no GPU. Newer GPUs use the last one's PTX.
 ARCHITECTURES = [80, 90, 100]
@@ -94,16 +99,14 @@ def build(force: bool = False, sources: Path = SOURCES, libraries: Path = LIBRAR
     # Nodes with different GPUs may share this folder, so what the library had, it keeps.
     wanted = sorted({*wanted, *built}) if nvcc else []
     tools = Tools(_find_cxx(), nvcc if wanted else None, wanted)
-    print(f"Building {NAME} for torch {_torch().version}, {_contents(wanted)}, with {shlex.join(tools.cxx)}", flush=True)
+    print(f"Building {NAME} for torch {_torch().version}, {_contents(wanted)}, with {shlex.join(tools.cxx)} (a minute)", flush=True)
     try:
         libraries.mkdir(parents=True, exist_ok=True)
         _remove_dead_builds(libraries)
         with tempfile.TemporaryDirectory(prefix=f".build-{_process()}-", dir=libraries, ignore_cleanup_errors=True) as folder:
-            _build_in(Path(folder), tools, sources, libraries)
-            if library_path(sources, libraries) != library:
-                raise BuildError(f"The files in {sources} changed while they were compiled. Build again.")
+            finished = _build_in(Path(folder), tools, sources, library)
             library.parent.mkdir(exist_ok=True)
-            os.replace(Path(folder) / NAME, library)
+            os.replace(finished, library)
             (libraries / LOG).unlink(missing_ok=True)
     except OSError as error:
         raise BuildError(_about_writing(error, libraries)) from error
@@ -166,20 +169,26 @@ def architectures(nvcc: Path) -> list[int]:
     return sorted({max(k for k in known if k <= capability) for capability in wanted if capability not in older})
 
 
-def _build_in(folder: Path, tools: Tools, sources: Path, libraries: Path) -> None:
+def _build_in(folder: Path, tools: Tools, sources: Path, library: Path) -> Path:
+    """Compiles, links and tries the library in the folder. Returns it, by a name that no wheel packs."""
+    libraries = library.parents[1]
     units = _files(sources, ".cu", ".cpp") if tools.nvcc else _files(sources, ".cpp")
     if not units:
         raise BuildError(f"There are no sources in {sources}. Install the package again, from a checkout or a complete wheel.")
     objects = {source: folder / f"{source.name}.o" for source in units}
-    compiles = {source.name: tools.compile_command(source, output) for source, output in objects.items()}
-    _run(compiles, folder, libraries)
+    _run({source.name: tools.compile_command(source, output) for source, output in objects.items()}, folder, libraries)
+    if library_path(sources, libraries) != library:
+        raise BuildError(f"The files in {sources} changed while they were compiled. Build again.")
+
     record = folder / "contents.cpp"
     listed = " ".join(map(str, tools.architectures))
     record.write_text(f'extern "C" __attribute__((used)) const char grt_ops_contents[] = "grt_ops CUDA architectures:{listed};";\n')
-    _run({"link": tools.link_command([*objects.values(), record], folder / NAME)}, folder, libraries)
+    linked = folder / "linked.so"
+    _run({"link": tools.link_command([*objects.values(), record], linked)}, folder, libraries)
     # In another process, so that a library that crashes when it is loaded is an error like others.
     load = "import sys, torch; torch.ops.load_library(sys.argv[1])"
-    _run({"trial load": [sys.executable, "-c", load, str(folder / NAME)]}, folder, libraries)
+    _run({"trial load": [sys.executable, "-c", load, str(linked)]}, folder, libraries)
+    return linked
 
 
 def _run(commands: dict[str, list[str]], folder: Path, libraries: Path) -> None:
