@@ -185,6 +185,7 @@ class ComputeConfig:
     activation_budget_gib: float | None = None  # of one micro-batch's activations on one rank: keep_last follows from it
     hoist: bool = True  # compute what projection and gate make of the anchor once, not at each recurrence
     compile: Literal["none", "recurrence"] = "none"  # torch.compile of one recurrence
+    gate_ops: Literal["auto", "ref", "fused"] = "auto"  # the gate's operators: fused kernels (auto: where they are built) or plain PyTorch
 
     def __post_init__(self) -> None:
         if self.keep_last < 0:

@@ -9,7 +9,6 @@ prelude's output (h_pre).
 """
 
 import warnings
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,27 +17,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.config import ComputeConfig, GRTConfig
-from model.initialization import keyed_normal, replicated
+from model.initialization import replicated
 from model.layers import Block, Norm, ReplicatedLinear, checkpointed
-from model.noise import Stream, normals
+from model.noise import MAX_RECURRENCE, Noise
+from model.ops import fused, reference
+from model.ops.reference import Head, square_sum
 
 
-class GateLogits(nn.Module):
-    """W2 and b2 of the gate: [..., D] -> logits [..., D] in at least fp32.
+class GateLogits(ReplicatedLinear):
+    """W2 of the gate, and b2, which `tail` adds.
 
     The bias is stored as an offset from `gate_bias`: in bf16, values near 4 would move in steps of 0.031.
     """
 
     def __init__(self, config: GRTConfig, name: str, dtype: torch.dtype, seed: int) -> None:
-        super().__init__()
-        d = config.hidden_size
-        self.weight = replicated((d, d), dtype, keyed_normal(seed, f"{name}.weight", config.init_std))
-        self.bias = replicated((d,), dtype, nn.init.zeros_)
-        self.initial_bias = config.gate_bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x, self.weight).to(wide) + (self.bias.to(wide) + self.initial_bias)
+        super().__init__(config.hidden_size, config.hidden_size, name, config, dtype, seed)
+        self.bias = replicated((config.hidden_size,), dtype, nn.init.zeros_)
 
 
 class HalfLinear(NamedTuple):
@@ -68,7 +62,7 @@ class GateAnchor(NamedTuple):
 
 
 class Gate(nn.Module):
-    """How much of the old state each channel keeps: g = sigmoid(W2 SiLU(W1 LN_c[LN_x(h), LN_p(anchor)]) / tau + noise)."""
+    """The weights of the gate, and its logits W2 SiLU(W1 LN_c[LN_x(h), LN_p(anchor)]), to which `tail` adds bias and noise."""
 
     def __init__(self, config: GRTConfig, name: str, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
@@ -78,21 +72,15 @@ class Gate(nn.Module):
         self.input_norm = Norm(2 * d, config, dtype) if config.gate_input_norm else None
         self.w1 = ReplicatedLinear(2 * d, d, f"{name}.w1", config, dtype, seed)
         self.w2 = GateLogits(config, f"{name}.w2", dtype, seed)
-        self.temperature = config.gate_temperature
 
-    def forward(self, hidden: Tensor, anchor: Tensor | GateAnchor, noise: Tensor | None) -> Tensor:
-        """hidden [T, B, D] and the anchor, whole or as `hoist` made it -> g [T, B, D] in at least fp32.
-
-        `noise` [T, B, 1 or D] is added to the tempered logits.
-        """
-        state = self.state_norm(hidden)
+    def forward(self, state: Head, anchor: Tensor | GateAnchor) -> Tensor:
+        """The state as `head` made it and the anchor, whole or as `hoist` made it -> logits [T, B, D], without bias."""
         if isinstance(anchor, GateAnchor):
             first = self._first_layer(state, anchor)
         else:
-            z = torch.cat((state, self.anchor_norm(anchor)), dim=-1)
+            z = torch.cat((state.normed, self.anchor_norm(anchor)), dim=-1)
             first = self.w1(z if self.input_norm is None else self.input_norm(z))
-        logits = self.w2(F.silu(first)) / self.temperature
-        return torch.sigmoid(logits if noise is None else logits + noise)
+        return self.w2(F.silu(first))
 
     def hoist(self, anchor: Tensor) -> GateAnchor:
         """The part of the first layer that depends on the anchor [T, B, D] alone."""
@@ -103,26 +91,21 @@ class Gate(nn.Module):
             first=half_linear(weight, normed),
             row_sums=weight.sum(1, dtype=wide).to(weight.dtype),
             total=normed.sum(-1, keepdim=True, dtype=wide),
-            square=_square_sum(normed),
+            square=square_sum(normed),
         )
 
-    def _first_layer(self, state: Tensor, anchor: GateAnchor) -> Tensor:
+    def _first_layer(self, state: Head, anchor: GateAnchor) -> Tensor:
         """W1 LN_c[state, LN_p(anchor)] without forming the concatenation: (W1' z - mean(z) W1' 1) / std(z), W1' = W1 diag(LN_c.weight)."""
-        product = anchor.first.apply(state)
+        product = anchor.first.apply(state.normed)
         if self.input_norm is None:
             return product
-        channels = 2 * state.shape[-1]
-        mean_square = (_square_sum(state) + anchor.square) / channels
+        channels = 2 * state.normed.shape[-1]
+        mean_square = (state.square + anchor.square) / channels
         if self.input_norm.rms:
             return product * (mean_square + self.input_norm.eps).rsqrt().to(product.dtype)
-        mean = (state.sum(-1, keepdim=True, dtype=anchor.total.dtype) + anchor.total) / channels
+        mean = (state.total + anchor.total) / channels
         scale = (mean_square - mean.square() + self.input_norm.eps).rsqrt()
         return (product - mean.to(product.dtype) * anchor.row_sums) * scale.to(product.dtype)
-
-
-def _square_sum(x: Tensor) -> Tensor:
-    """[..., D] -> [..., 1] in at least fp32."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)).square()
 
 
 class HoistedAnchor(NamedTuple):
@@ -130,14 +113,6 @@ class HoistedAnchor(NamedTuple):
 
     projection: HalfLinear
     gate: GateAnchor
-
-
-@dataclass(frozen=True)
-class NoiseKey:
-    """What the noise of a batch is a function of, besides the recurrence."""
-
-    seed: int
-    positions: Tensor  # int64 [T, B], global token positions
 
 
 class RecurrentCore(nn.Module):
@@ -148,6 +123,8 @@ class RecurrentCore(nn.Module):
         d, dtype = config.hidden_size, parallel.params_dtype
         self.config = config
         self.compute = compute
+        self.seed = seed
+        self.head, self.tail = (fused.head, fused.tail) if fused.chosen(compute.gate_ops) else (reference.head, reference.tail)
         self.projection = ReplicatedLinear(2 * d, d, f"{name}.projection", config, dtype, seed)
         self.blocks = nn.ModuleList(
             Block(config, f"{name}.blocks.{i}", parallel, seed, compute.checkpoints_blocks) for i in range(config.core_blocks)
@@ -160,14 +137,14 @@ class RecurrentCore(nn.Module):
             self._recurrence = torch.compile(self._compute_recurrence, fullgraph=whole, dynamic=False)
 
     def forward(
-        self, anchor: Tensor, mask: Tensor | None, rotary: Tensor | None, depth: int, noise_key: NoiseKey | None, measure: bool
+        self, anchor: Tensor, mask: Tensor | None, rotary: Tensor | None, depth: int, positions: Tensor | None, measure: bool
     ) -> tuple[Tensor, Tensor]:
         """Runs `depth` recurrences; depth 0 returns the anchor, but through this forward, on which ZeRO-3's trace relies.
 
         Args:
             anchor: [T, B, D].
             mask, rotary: as in `Attention`.
-            noise_key: None for the noise-free core.
+            positions: int64 [T, B], global token positions, which key the noise; None for the noise-free core.
             measure: whether to take statistics of the gate.
 
         Returns:
@@ -177,10 +154,12 @@ class RecurrentCore(nn.Module):
         fixed = self._hoist(anchor) if self.compute.hoist and depth else anchor
         without_gradient = depth - self.config.recurrences_with_gradient(depth)
         keeps_state_only = depth - self.compute.keep_last if self.compute.checkpointing in ("recurrence", "nested") else 0
+        counters = None if positions is None else _counters(self.seed, depth, positions.device)
         hidden = anchor
         measured = []
         for recurrence in range(1, depth + 1):
-            inputs = (hidden, fixed, mask, rotary, recurrence, noise_key, measure)
+            noise = None if positions is None or counters is None else Noise(positions, counters[recurrence - 1])
+            inputs = (hidden, fixed, mask, rotary, noise, measure)
             if recurrence <= without_gradient:
                 with torch.no_grad():
                     hidden, statistics = self._recur(*inputs)
@@ -196,55 +175,44 @@ class RecurrentCore(nn.Module):
         return HoistedAnchor(half_linear(self.projection.weight, anchor), self.gate.hoist(anchor))
 
     def _recur(
-        self,
-        hidden: Tensor,
-        anchor: Tensor | HoistedAnchor,
-        mask: Tensor | None,
-        rotary: Tensor | None,
-        recurrence: int,
-        noise_key: NoiseKey | None,
-        measure: bool,
+        self, hidden: Tensor, anchor: Tensor | HoistedAnchor, mask: Tensor | None, rotary: Tensor | None, noise: Noise | None, measure: bool
     ) -> tuple[Tensor, Tensor]:
-        """One recurrence with its noise. Returns the new state, and its row of statistics (empty unless asked for)."""
-        updated, gate = self._recurrence(
-            hidden, anchor, mask, rotary, self._state_noise(noise_key, recurrence, hidden), self._gate_noise(noise_key, recurrence)
-        )
+        """One recurrence. Returns the new state, and its row of statistics (empty unless asked for)."""
+        updated, gate_mean = self._recurrence(hidden, anchor, mask, rotary, noise)
         if not measure:
             return updated, hidden.new_empty(0)
         with torch.no_grad():
-            return updated, torch.stack((gate.float().mean(), (updated - hidden).float().norm() / hidden.float().norm()))
+            return updated, torch.stack((gate_mean.float().mean(), (updated - hidden).float().norm() / hidden.float().norm()))
 
     def _compute_recurrence(
-        self,
-        hidden: Tensor,
-        anchor: Tensor | HoistedAnchor,
-        mask: Tensor | None,
-        rotary: Tensor | None,
-        state_noise: Tensor | None,
-        gate_noise: Tensor | None,
+        self, hidden: Tensor, anchor: Tensor | HoistedAnchor, mask: Tensor | None, rotary: Tensor | None, noise: Noise | None
     ) -> tuple[Tensor, Tensor]:
-        """The new state and the gate. Nothing here depends on the number of the recurrence, so it is compiled once."""
-        noisy = hidden if state_noise is None else hidden + state_noise
+        """The new state, and the gate's mean of each token. The recurrence is a number in a tensor here, so this is compiled once."""
+        config = self.config
+        state = self.head(hidden, self.gate.state_norm, noise, config.state_noise)
         if isinstance(anchor, HoistedAnchor):
-            gate = self.gate(hidden, anchor.gate, gate_noise)
-            candidate = anchor.projection.apply(noisy)
+            logits = self.gate(state, anchor.gate)
+            candidate = anchor.projection.apply(state.noisy)
         else:
-            gate = self.gate(hidden, anchor, gate_noise)
-            candidate = self.projection(torch.cat((noisy, anchor), dim=-1))
+            logits = self.gate(state, anchor)
+            candidate = self.projection(torch.cat((state.noisy, anchor), dim=-1))
         for block in self.blocks:
             candidate = block(candidate, mask, rotary)
-        return (gate * hidden + (1 - gate) * candidate).to(hidden.dtype), gate
+        return self.tail(
+            logits,
+            self.gate.w2.bias,
+            hidden,
+            candidate,
+            noise,
+            initial_bias=config.gate_bias,
+            temperature=config.gate_temperature,
+            sigma=config.gate_noise,
+            noise_per_token=config.gate_noise_per == "token",
+        )
 
-    def _state_noise(self, noise_key: NoiseKey | None, recurrence: int, hidden: Tensor) -> Tensor | None:
-        """eps_x, one draw an element [T, B, D], in the state's dtype."""
-        if noise_key is None or self.config.state_noise == 0:
-            return None
-        draw = normals(noise_key.seed, noise_key.positions, hidden.shape[-1], Stream.STATE, recurrence)
-        return (draw * self.config.state_noise).to(hidden.dtype)
 
-    def _gate_noise(self, noise_key: NoiseKey | None, recurrence: int) -> Tensor | None:
-        """eps_g, one draw a token [T, B, 1] or an element [T, B, D], in fp32."""
-        if noise_key is None or self.config.gate_noise == 0:
-            return None
-        channels = 1 if self.config.gate_noise_per == "token" else self.config.hidden_size
-        return normals(noise_key.seed, noise_key.positions, channels, Stream.GATE, recurrence) * self.config.gate_noise
+def _counters(seed: int, depth: int, device: torch.device) -> Tensor:
+    """int64 [depth, 2]: seed and recurrence of each draw, made on the device."""
+    assert depth <= MAX_RECURRENCE
+    recurrences = torch.arange(1, depth + 1, device=device)
+    return torch.stack((torch.full_like(recurrences, seed), recurrences), dim=1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.config import ComputeConfig, GRTConfig
-from model.core import NoiseKey, RecurrentCore
+from model.core import RecurrentCore
 from model.initialization import keyed_normal, replicated
 from model.layers import Block, Norm, rotary_embedding
 from model.loss import linear_cross_entropy
@@ -167,10 +167,8 @@ class GRT(nn.Module):
             hidden = block(hidden, mask, rotary)
         core_statistics = hidden.new_zeros(0, 2)
         if self.core is not None:
-            noise_key = None
-            if sequences_B is not None:
-                noise_key = NoiseKey(self.seed, own_tokens(noise_positions(sequences_B, length), self.parallel))
-            hidden, core_statistics = self.core(hidden, mask, rotary, depth, noise_key, measure)
+            positions = None if sequences_B is None else own_tokens(noise_positions(sequences_B, length), self.parallel)
+            hidden, core_statistics = self.core(hidden, mask, rotary, depth, positions, measure)
         for block in self.coda:
             hidden = block(hidden, mask, rotary)
         return self.head(self.final_norm(hidden), targets_BS, weights_BS), core_statistics

@@ -11,6 +11,7 @@ stream in bits 16..19 and the recurrence in bits 20..31; 0.
 import math
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +32,20 @@ class Stream(IntEnum):
     DEPTH = 2
 
 
-def philox4x32(counter: Sequence[Tensor] | Tensor, seed: int) -> Tensor:
+class Noise(NamedTuple):
+    """Where one recurrence's draws for a batch lie in the field."""
+
+    positions: Tensor  # int64 [T, B], global token positions
+    counters: Tensor  # int64 [2]: seed, recurrence; a tensor, so that compiled code and CUDA graphs do not depend on the numbers
+
+
+def philox4x32(counter: Sequence[Tensor] | Tensor, seed: int | Tensor) -> Tensor:
     """Philox4x32-10.
 
     Args:
         counter: 4 words, int64 of shapes that broadcast together, each in 0 .. 2^32 - 1. What differs along one dimension only
             is best given so: most of the first two rounds is then done on the small shapes.
-        seed: 64-bit key.
+        seed: 64-bit key, a number or an int64 scalar.
 
     Returns:
         int64 [4, ...], each word in 0 .. 2^32 - 1.
@@ -72,7 +80,7 @@ def box_muller(words: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def normals(seed: int, positions: Tensor, channels: int, stream: Stream, recurrence: int) -> Tensor:
+def normals(seed: int | Tensor, positions: Tensor, channels: int, stream: Stream, recurrence: int | Tensor) -> Tensor:
     """Standard normals for each token and channel.
 
     Args:
@@ -80,12 +88,11 @@ def normals(seed: int, positions: Tensor, channels: int, stream: Stream, recurre
         positions: int64 [...], global token positions: sequence number x sequence length + offset; below 2^48.
         channels: how many numbers a token.
         stream: what they are for.
-        recurrence: 0 .. 4095.
+        recurrence: 0 .. 4095; it and the seed are numbers or int64 scalars.
 
     Returns:
         fp32 [..., channels], on the device of `positions`.
     """
-    assert 0 <= recurrence <= MAX_RECURRENCE
     groups = -(-channels // 4)
     flat = positions.reshape(-1)
     out = torch.empty(flat.numel(), groups * 4, device=flat.device)

@@ -157,22 +157,29 @@ def _block(layout: Layout, name: str, recomputed: bool) -> tuple[int, Stretch]:
 def _recurrence(layout: Layout) -> tuple[int, list[Stretch]]:
     """What a recurrence keeps when it is not checkpointed as a whole, and its backward pass."""
     model, state, wide = layout.model, layout.state, layout.wide_state
-    norm = _norm_extra(layout, input_kept=True)
+    fused = layout.compute.gate_ops == "fused"
+    norm = 0 if fused else _norm_extra(layout, input_kept=True)
     if layout.compute.hoist:
-        gate = 3 * state + wide + norm + (state if model.gate_input_norm else 0)  # normed; W1's product, scaled; SiLU; sigmoid
+        gate = 3 * state + norm + (state if model.gate_input_norm else 0)  # normed; W1's product, scaled; SiLU
         projection = state if model.state_noise else 0
     else:
-        gate = 4 * state + wide + 2 * norm + ((2 * state + 2 * _norm_extra(layout, False)) if model.gate_input_norm else 0)
+        gate = 4 * state + norm + _norm_extra(layout, True) + ((2 * state + 2 * _norm_extra(layout, False)) if model.gate_input_norm else 0)
         projection = 2 * state
-    blend = wide + state  # 1 - g, candidate
-    stretches = [Stretch("blend", 0, 3 * wide + state, wide + 2 * state - blend)]  # leaves gradients of g, state and candidate
+    if fused:
+        blend = 2 * state  # logits, candidate
+        logits_gradient, candidate_gradient, working = state, state, 3 * state
+    else:
+        blend = 2 * wide + state  # g, 1 - g, candidate
+        logits_gradient, candidate_gradient, working = wide, state, 3 * wide + state
+    # Gradients of logits, state and candidate are left.
+    stretches = [Stretch("blend", 0, working, logits_gradient + state + candidate_gradient - blend)]
     kept = state + gate + projection + blend
     for i in reversed(range(model.core_blocks)):
         block_kept, stretch = _block(layout, f"core.blocks.{i}", layout.compute.checkpoints_blocks)
         kept += block_kept
         stretches.append(stretch)
-    stretches.append(Stretch("projection", 0, 2 * state, -projection - state))
-    stretches.append(Stretch("gate", 0, 2 * wide + state, -gate - wide - state))
+    stretches.append(Stretch("projection", 0, 2 * state, -projection - candidate_gradient))
+    stretches.append(Stretch("gate", 0, 2 * state if fused else 2 * wide + state, -gate - logits_gradient - state))
     return kept, stretches
 
 

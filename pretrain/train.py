@@ -15,10 +15,11 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from model.apex import nvidia_apex_available
 from model.depth import sample_depth
+from model.ops import fused
 from model.parallel import ParallelGroups, initialize_model_parallel
 from pretrain.agreement import DisagreementError, require_same_run
 from pretrain.checkpoint import load_checkpoint, save_checkpoint
@@ -81,7 +83,8 @@ def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topolo
     """Finds what is wrong with config, data, environment and checkpoint before anything expensive starts.
 
     Returns:
-        the config with residency and recomputation settled, DeepSpeed's config, the dataset's index, and the checkpoint to resume from.
+        the config with the gate's operators, residency and recomputation settled, DeepSpeed's config, the dataset's index, and the
+        checkpoint to resume from.
     """
     nvidia_apex_available()  # raises on the other package of that name
     if torch.cuda.is_available() and topology.local_rank >= torch.cuda.device_count():
@@ -89,6 +92,8 @@ def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topolo
             f"Local rank {topology.local_rank} has no GPU of its own: this process sees {torch.cuda.device_count()}. Start as many "
             f"processes a node as GPUs, and let each see all of them (srun: --gres=gpu:N, not --gpus-per-task; CUDA_VISIBLE_DEVICES)."
         )
+    gate_ops: Literal["ref", "fused"] = "fused" if fused.chosen(config.compute.gate_ops) else "ref"
+    config = replace(config, compute=replace(config.compute, gate_ops=gate_ops))
     data_parallel = config.data_parallel_size(topology.world_size)
     ds_config = load_ds_config(ds_config_path, config, data_parallel)
     config = settle(config, data_parallel, device_bytes(topology), ds_config["zero_optimization"]["reduce_bucket_size"])
@@ -110,6 +115,12 @@ def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topolo
     if topology.rank == 0:
         hold_run_dir(config.run_dir)
     return config, ds_config, index, checkpoint
+
+
+def about_gate_operators(config: RunConfig) -> str:
+    if config.compute.gate_ops == "fused":
+        return "gate operators: fused"
+    return "gate operators: plain PyTorch (compute.gate_ops ref, or the fused ones are not built: python -m model.ops.build)"
 
 
 def device_bytes(topology: Topology) -> int:
@@ -178,6 +189,7 @@ def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, inde
         )
 
     with MetricsLog(config, topology.rank, progress.step, total_steps) as log:
+        log.say(about_gate_operators(config))
         log.say(f"{'resumed from ' + str(checkpoint) if checkpoint else 'fresh start'}: step {progress.step} of {total_steps}")
         if progress.step == 0:
             validate(log)

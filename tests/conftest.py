@@ -60,3 +60,12 @@ def world_of_one() -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def fused_operators() -> None:
+    """For tests of the fused gate operators, which `make test` builds first."""
+    from model.ops import fused
+
+    if not fused.load():
+        pytest.skip("the fused gate operators are not built: python -m model.ops.build")

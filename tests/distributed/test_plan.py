@@ -33,6 +33,7 @@ WIDE = GRTConfig(vocab_size=512, hidden_size=128, num_heads=4, core_blocks=2, ma
 
 def wide_run(precision: str, compute: dict[str, Any], residency: str = "step", model: GRTConfig = WIDE) -> RunConfig:
     """A run of micro-batches of 4 sequences of 256 tokens."""
+    compute = {"gate_ops": "ref"} | compute
     run = small_run(Path("unused"), precision=precision, model=model, compute=compute, micro_batch_size=SEQUENCES, core_residency=residency)
     return replace(run, data=replace(run.data, sequence_length=LENGTH))
 
@@ -88,9 +89,10 @@ def check_peaks(runs: list[tuple[RunConfig, list[int]]], data_parallel: int) -> 
             assert planned == pytest.approx(measured, rel=0.1), config
 
 
+@pytest.mark.parametrize("gate_ops", ["ref", "fused"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_planned_peak_memory_is_within_a_tenth_for_each_checkpointing_mode(precision: str) -> None:
-    check_peaks([(wide_run(precision, {"checkpointing": mode}), list(DEPTHS)) for mode in MODES], 1)
+def test_planned_peak_memory_is_within_a_tenth_for_each_checkpointing_mode(fused_operators: None, precision: str, gate_ops: str) -> None:
+    check_peaks([(wide_run(precision, {"checkpointing": mode, "gate_ops": gate_ops}), list(DEPTHS)) for mode in MODES], 1)
 
 
 def test_planned_peak_memory_counts_gathered_weights_of_each_residency() -> None:
@@ -123,7 +125,12 @@ def test_planned_peak_memory_is_within_a_tenth_for_each_kind_of_model(change: di
     model = replace(WIDE, **change)
     plain = {"hoist": False}
     check_peaks(
-        [(wide_run(p, compute, model=model), [4]) for p in ("fp32", "bf16") for compute in ({}, plain, {"checkpointing": "recurrence"})], 1
+        [
+            (wide_run(p, compute, model=model), [4])
+            for p in ("fp32", "bf16")
+            for compute in ({}, plain, {"checkpointing": "recurrence"}, {"gate_ops": "fused"}, plain | {"gate_ops": "fused"})
+        ],
+        1,
     )
 
 

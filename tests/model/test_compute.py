@@ -8,11 +8,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.allocations import allocations
-from model.config import ComputeConfig, GRTConfig
+from model.config import ComputeConfig
 from model.grt import GRT
 from model.parallel import layer_config
-from tests.model.test_grt import OPTIONS, SEED, SMALL, drawn_noise, relative_error, tokens
-from tests.reference import random_parameters, reference_forward
+from tests.model.test_grt import OPTIONS, SEED, SMALL, check_against_reference, tokens
 
 WAYS: list[dict[str, Any]] = [
     {"hoist": False},
@@ -24,49 +23,31 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def check_gradients(config: GRTConfig, compute: ComputeConfig, depth: int) -> None:
-    """Random weights, inputs with noise and a random projection of the logits, in float64."""
-    parameters = {name: value.requires_grad_() for name, value in random_parameters(config, seed=3, dtype=torch.float64).items()}
-    model = GRT(config, layer_config(1, torch.float64), SEED, compute)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(parameters[name])
-    tokens_BS, sequences_B = tokens(), torch.tensor([3, 70_000])
-    expected_BSV = reference_forward(parameters, config, tokens_BS, depth, *drawn_noise(config, sequences_B, tokens_BS.shape[1], depth))
-    direction = torch.randn(expected_BSV.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (expected_BSV * direction).sum().backward()
-    logits_SBV, _ = model(tokens_BS, depth=depth, sequences_B=sequences_B)
-    logits_BSV = logits_SBV.transpose(0, 1)[..., : config.vocab_size]
-    assert relative_error(logits_BSV, expected_BSV) < 1e-10
-    (logits_BSV * direction).sum().backward()
-    for name, found in model.named_parameters():
-        expected = parameters[name].grad
-        if expected is None or not expected.any():
-            assert found.grad is None or not found.grad.any(), name
-        else:
-            assert found.grad is not None, name
-            assert relative_error(found.grad, expected) < 1e-10, name
-
-
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[2], OPTIONS[4]], ids=str)
 def test_every_way_of_computing_gives_the_references_gradients(options: dict[str, Any], way: dict[str, Any]) -> None:
     for depth in (0, 3):
-        check_gradients(replace(SMALL, **options), ComputeConfig(**way), depth)
+        check_against_reference(replace(SMALL, **options), ComputeConfig(gate_ops="ref", **way), depth)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_fused_operators_in_every_way_of_computing(fused_operators: None, way: dict[str, Any]) -> None:
+    check_against_reference(SMALL, ComputeConfig(gate_ops="fused", **way), 3, noisy=False)
+    check_against_reference(SMALL, ComputeConfig(gate_ops="fused", **way), 3, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "nested"])
 def test_truncated_back_propagation_ends_before_the_last_recurrences(checkpointing: Any) -> None:
     for depth in (1, 2, 3, 5):
-        check_gradients(replace(SMALL, backprop_depth=2), ComputeConfig(checkpointing=checkpointing), depth)
+        check_against_reference(replace(SMALL, backprop_depth=2), ComputeConfig(checkpointing=checkpointing, gate_ops="ref"), depth)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "nested"])
-def test_one_graph_serves_every_depth(checkpointing: Any) -> None:
+@pytest.mark.parametrize(("checkpointing", "gate_ops"), [("none", "ref"), ("none", "fused"), ("nested", "fused")])
+def test_one_graph_serves_every_depth(fused_operators: None, checkpointing: Any, gate_ops: Any) -> None:
     """A whole graph (a break would raise), compiled for training once and for evaluation once, and right."""
     torch._dynamo.reset()
     counters.clear()
-    compute = ComputeConfig(checkpointing=checkpointing, compile="recurrence")
+    compute = ComputeConfig(checkpointing=checkpointing, compile="recurrence", gate_ops=gate_ops)
     compiled, plain = (GRT(SMALL, layer_config(1, torch.float32), SEED, way) for way in (compute, replace(compute, compile="none")))
     tokens_BS = tokens()
     for depth in (2, 1, 3, 0, 5, 2):
