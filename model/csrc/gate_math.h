@@ -1,8 +1,9 @@
 // Scalar maths of the gate operators, the same for CPU and CUDA: Philox4x32-10, Box-Muller, the sigmoid.
 //
-// Everything is branchless, so that compilers turn loops over it into vector code. Nothing calls libm for float: the
-// polynomials are Cephes' (expf, logf, sinf, cosf), good to one or two units in the last place, and give the same number on
-// every machine up to fused multiply-adds. double, for gradient checks, goes through libm.
+// Everything is branchless, so that compilers turn loops over it into vector code. Nothing calls libm for float: polynomials
+// are good to one or two units in the last place (the noise is nearer to exact than model/noise.py in fp32), and give the same
+// number on every machine up to fused multiply-adds; a GPU's exponential, reciprocal and square root are its own. double, for
+// gradient checks, goes through libm.
 //
 // model/noise.py is the description of the noise field (key, counter, order of the normals); the two must agree.
 #pragma once
@@ -29,6 +30,16 @@ struct Normals {
   float value[4];
 };
 
+GRT_INLINE uint64_t product(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint64_t out;  // nvcc adds instructions to the plain product
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(out) : "r"(a), "r"(b));
+  return out;
+#else
+  return uint64_t{a} * b;
+#endif
+}
+
 // Philox4x32-10 (Salmon et al., SC11).
 GRT_INLINE Words philox4x32(Words counter, uint32_t key0, uint32_t key1) {
   uint32_t c0 = counter.word[0], c1 = counter.word[1], c2 = counter.word[2], c3 = counter.word[3];
@@ -36,7 +47,7 @@ GRT_INLINE Words philox4x32(Words counter, uint32_t key0, uint32_t key1) {
 #pragma unroll
 #endif
   for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t{0xD2511F53u} * c0, product1 = uint64_t{0xCD9E8D57u} * c2;
+    const uint64_t product0 = product(c0, 0xD2511F53u), product1 = product(c2, 0xCD9E8D57u);
     const uint32_t next0 = uint32_t(product1 >> 32) ^ c1 ^ key0, next2 = uint32_t(product0 >> 32) ^ c3 ^ key1;
     c1 = uint32_t(product1);
     c3 = uint32_t(product0);
@@ -86,7 +97,7 @@ GRT_INLINE float reciprocal(float x) { return 1.0f / x; }
 
 GRT_INLINE float square_root(float x) { return ::sqrtf(x); }
 
-// Overflows to infinity and underflows to zero; NaN stays NaN.
+// Overflows to infinity and underflows to zero; NaN stays NaN. Polynomial: Cephes' expf.
 GRT_INLINE float exponential(float x) {
   x = x > 110.0f ? 110.0f : x;
   x = x < -110.0f ? -110.0f : x;
@@ -108,55 +119,54 @@ GRT_INLINE double exponential(double x) { return ::exp(x); }
 
 GRT_INLINE double reciprocal(double x) { return 1.0 / x; }
 
-// Natural logarithm of a normal positive number.
-GRT_INLINE float logarithm(float x) {
-  const uint32_t shifted = to_bits(x) - 0x3F3504F3u;  // the mantissa to [sqrt(1/2), sqrt(2))
-  const float n = float(int32_t(shifted) >> 23);
-  const float f = from_bits((shifted & 0x007FFFFFu) + 0x3F3504F3u) - 1.0f;
-  const float square = f * f;
-  float p = 7.0376836292e-2f;
-  p = p * f - 1.1514610310e-1f;
-  p = p * f + 1.1676998740e-1f;
-  p = p * f - 1.2420140846e-1f;
-  p = p * f + 1.4249322787e-1f;
-  p = p * f - 1.6668057665e-1f;
-  p = p * f + 2.0000714765e-1f;
-  p = p * f - 2.4999993993e-1f;
-  p = p * f + 3.3333331174e-1f;
-  const float tail = p * f * square - n * 2.12194440e-4f - 0.5f * square;
-  return f + tail + n * 0.693359375f;
+// Two normals of words 0 and 1, two of words 2 and 3. The upper 24 bits of a word, n, stand for (n + 1) / 2^24, in (0, 1].
+// The polynomials are minimax fits of error below 3e-8.
+//
+// sqrt(-2 ln u): the mantissa of u is taken to [sqrt(1/2), sqrt(2)).
+GRT_INLINE float radius(uint32_t word) {
+  const uint32_t bits = to_bits(float(int32_t(word >> 8) + 1));
+  const uint32_t exponent = (bits - (0x3F3504F3u + (24u << 23))) & 0xFF800000u;
+  const float f = from_bits(bits - exponent - (24u << 23)) - 1.0f;
+  float p = -0.17444487f;
+  p = p * f + 0.28733575f;
+  p = p * f - 0.29904565f;
+  p = p * f + 0.33124805f;
+  p = p * f - 0.39913666f;
+  p = p * f + 0.50004148f;
+  p = p * f - 0.66668373f;
+  p = p * f + 0.99999976f;
+  p = p * f - 2.0f;
+  return square_root(p * f - float(int32_t(exponent)) * 1.6525918e-7f);  // 2 ln 2 / 2^23
 }
 
-struct SineCosine {
-  float sine, cosine;
+struct Direction {
+  float cosine, sine;
 };
 
-// Of `turns` full turns, 0 <= turns <= 1: the reduction to an eighth of a turn is exact.
-GRT_INLINE SineCosine sine_cosine(float turns) {
-  const float quarter = round_to_integer(turns * 4.0f);
-  const float angle = (turns - quarter * 0.25f) * 6.283185307179586f;
-  const float square = angle * angle;
-  float s = -1.9515295891e-4f;
-  s = s * square + 8.3321608736e-3f;
-  s = s * square - 1.6666654611e-1f;
-  s = s * square * angle + angle;
-  float c = 2.443315711809948e-5f;
-  c = c * square - 1.388731625493765e-3f;
-  c = c * square + 4.166664568298827e-2f;
-  c = c * square * square - 0.5f * square + 1.0f;
-  const uint32_t q = uint32_t(int32_t(quarter));
-  const uint32_t swap = 0u - (q & 1u);
-  const uint32_t sine = (to_bits(c) & swap) | (to_bits(s) & ~swap), cosine = (to_bits(s) & swap) | (to_bits(c) & ~swap);
-  return {from_bits(sine ^ ((q & 2u) << 30)), from_bits(cosine ^ (((q + 1u) & 2u) << 30))};
+// Of u turns, to the nearest half turn (the upper bit of `sum`) and what is left, in [-1/4, 1/4) turns and exact (the next 23).
+GRT_INLINE Direction direction(uint32_t word) {
+  const uint32_t sum = word + 0x40000100u;
+  const float turns = from_bits((sum << 1 >> 9) | 0x3F000000u) - 0.75f;
+  const float square = turns * turns;
+  float s = 39.710918f;
+  s = s * square - 76.574989f;
+  s = s * square + 81.602234f;
+  s = s * square - 41.341679f;
+  s = s * square + 6.2831853f;
+  s = s * turns;
+  float c = -25.006794f;
+  c = c * square + 60.148205f;
+  c = c * square - 85.453827f;
+  c = c * square + 64.939354f;
+  c = c * square - 19.739208f;
+  c = c * square + 1.0f;
+  const uint32_t sign = sum & 0x80000000u;
+  return {from_bits(to_bits(c) ^ sign), from_bits(to_bits(s) ^ sign)};
 }
 
-// In (0, 1], from the upper 24 bits.
-GRT_INLINE float uniform(uint32_t word) { return float(int32_t(word >> 8) + 1) * 5.9604644775390625e-8f; }
-
-// Two normals of words 0 and 1, two of words 2 and 3.
 GRT_INLINE Normals box_muller(Words words) {
-  const float radius0 = square_root(-2.0f * logarithm(uniform(words.word[0]))), radius1 = square_root(-2.0f * logarithm(uniform(words.word[2])));
-  const SineCosine direction0 = sine_cosine(uniform(words.word[1])), direction1 = sine_cosine(uniform(words.word[3]));
+  const float radius0 = radius(words.word[0]), radius1 = radius(words.word[2]);
+  const Direction direction0 = direction(words.word[1]), direction1 = direction(words.word[3]);
   return {{radius0 * direction0.cosine, radius0 * direction0.sine, radius1 * direction1.cosine, radius1 * direction1.sine}};
 }
 
