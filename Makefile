@@ -24,6 +24,8 @@ demo: $(INSTALLED)
 	@$(BIN)/python launchers/demo.py
 
 test: lint
+	@echo "== fused gate operators (without them, their tests are skipped)"
+	@$(BIN)/python -m model.ops.build || true
 	@echo "== tests"
 	@$(BIN)/python -m pytest
 
@@ -41,6 +43,7 @@ bench: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.communication
 	@$(BIN)/python -m benchmarks.train_step
 	@$(BIN)/python -m benchmarks.gradient_precision
+	@$(BIN)/python -m benchmarks.gate
 
 ops: $(INSTALLED)
 	@$(BIN)/python -m model.ops.build

@@ -26,9 +26,10 @@ from model.parallel import layer_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OURS = {
-    "GRT, ours": ComputeConfig(),
-    "GRT, ours, fastest (compile: recurrence)": ComputeConfig(compile="recurrence"),
-    "GRT, ours, leanest (checkpointing: nested)": ComputeConfig(checkpointing="nested"),
+    "GRT, ours, `gate_ops: ref`": ComputeConfig(gate_ops="ref"),
+    "GRT, ours, `gate_ops: fused`": ComputeConfig(gate_ops="fused"),
+    "GRT, ours, and `compile: recurrence`": ComputeConfig(gate_ops="fused", compile="recurrence"),
+    "GRT, ours, leanest (`checkpointing: nested`)": ComputeConfig(gate_ops="fused", checkpointing="nested"),
 }
 
 

@@ -1,7 +1,8 @@
 """Every way of spreading and computing a run gives the losses and gradient norms of plain PyTorch in one process.
 
-The combinations that are run have every valid pair of values between them; the nightly target runs all there are. Ranks take seconds
-to start, so one start runs all the combinations of its world size.
+The combinations that are run have every valid pair of values between them; the nightly target runs all there are. They use the fused
+gate operators where these are built, plain PyTorch never does. Ranks take seconds to start, so one start runs all the combinations of its
+world size.
 """
 
 from collections.abc import Iterator
@@ -146,9 +147,9 @@ def curves(cases: list[Case]) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def plain(world_of_one: None) -> Tensor:
-    """The curve of a training loop without DeepSpeed: whole batches, nothing hoisted, nothing computed twice."""
+    """The curve of a training loop without DeepSpeed: whole batches, nothing hoisted, nothing computed twice, no fused operators."""
     config = run_config(Case(1, 1, False, 0, "auto", "none", 0, False, 1))
-    model = GRT(MODEL, layer_config(1, torch.float32), config.seed, ComputeConfig(hoist=False))
+    model = GRT(MODEL, layer_config(1, torch.float32), config.seed, ComputeConfig(hoist=False, gate_ops="ref"))
     optim = config.optim
     optimizer = torch.optim.AdamW(parameter_groups(model, optim.weight_decay), betas=(optim.beta1, optim.beta2), eps=optim.eps)
     rows = []
