@@ -30,6 +30,12 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// Contiguous rows of at least one channel.
+Tensor state(const Tensor& hidden) {
+  TORCH_CHECK(hidden.dim() >= 1 && hidden.size(-1) >= 1, "grt: the state has shape ", hidden.sizes(), ", and no channels");
+  return hidden.contiguous();
+}
+
 // Contiguous, of the device and dtype of `like`; `rows` x `channels` numbers are the caller's to check.
 Tensor operand(const Tensor& x, const Tensor& like, const char* name) {
   TORCH_CHECK(x.device() == like.device(), "grt: ", name, " is on ", x.device(), ", the state on ", like.device());
@@ -49,7 +55,16 @@ Tensor per_channel(const Tensor& x, const Tensor& like, const char* name) {
 
 at::ScalarType wide(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
-int64_t row_count(const Tensor& hidden) { return hidden.numel() / std::max<int64_t>(1, hidden.size(-1)); }
+// One number for each row.
+Tensor per_row(const Tensor& x, const Tensor& hidden, const char* name) {
+  const auto rows = hidden.sizes().slice(0, hidden.dim() - 1);
+  TORCH_CHECK(x.device() == hidden.device(), "grt: ", name, " is on ", x.device(), ", the state on ", hidden.device());
+  TORCH_CHECK(x.scalar_type() == wide(hidden) && x.sizes() == rows, "grt: ", name, " is ", x.scalar_type(), " ", x.sizes(), ", not ", wide(hidden),
+              " ", rows, ", one number for each token");
+  return x.contiguous();
+}
+
+int64_t row_count(const Tensor& hidden) { return hidden.numel() / hidden.size(-1); }
 
 // The positions and counters of one draw, checked and held for as long as the kernel is being launched.
 struct NoiseTensors {
@@ -98,7 +113,7 @@ const T* pointer_or_null(const Tensor& x) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_head(
     const Tensor& hidden_, const Tensor& weight_, const OptionalTensor& positions, const OptionalTensor& counters, double sigma, double eps, bool rms) {
-  const Tensor hidden = hidden_.contiguous(), weight = per_channel(weight_, hidden, "weight");
+  const Tensor hidden = state(hidden_), weight = per_channel(weight_, hidden, "weight");
   const NoiseTensors noise(positions, counters, hidden);
   const auto row_sizes = hidden.sizes().slice(0, hidden.dim() - 1);
   const auto row_options = hidden.options().dtype(wide(hidden));
@@ -116,10 +131,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_head(
 
 std::tuple<Tensor, Tensor> gate_head_backward(
     const OptionalTensor& grad_normed_, const OptionalTensor& grad_noisy_, const OptionalTensor& grad_total_, const OptionalTensor& grad_square_,
-    const Tensor& hidden_, const Tensor& weight_, const Tensor& mean, const Tensor& rstd, bool rms) {
-  const Tensor hidden = hidden_.contiguous(), weight = per_channel(weight_, hidden, "weight");
+    const Tensor& hidden_, const Tensor& weight_, const Tensor& mean_, const Tensor& rstd_, bool rms) {
+  const Tensor hidden = state(hidden_), weight = per_channel(weight_, hidden, "weight");
+  const Tensor mean = per_row(mean_, hidden, "mean"), rstd = per_row(rstd_, hidden, "rstd");
   const auto rows = [&](const OptionalTensor& x, const char* name) { return x ? same_shape(*x, hidden, name) : Tensor(); };
-  const auto row_sums = [&](const OptionalTensor& x, const char* name) { return x ? same_shape(*x, mean, name) : Tensor(); };
+  const auto row_sums = [&](const OptionalTensor& x, const char* name) { return x ? per_row(*x, hidden, name) : Tensor(); };
   const Tensor grad_normed = rows(grad_normed_, "grad_normed"), grad_noisy = rows(grad_noisy_, "grad_noisy");
   const Tensor grad_total = row_sums(grad_total_, "grad_total"), grad_square = row_sums(grad_square_, "grad_square");
   Tensor grad_hidden = at::empty_like(hidden);
@@ -137,14 +153,14 @@ std::tuple<Tensor, Tensor> gate_head_backward(
 
 // The operands of both directions of the tail.
 struct TailTensors {
-  Tensor logits, bias, hidden, candidate;
+  Tensor hidden, logits, bias, candidate;
   NoiseTensors noise;
   double initial_bias, temperature, sigma;
   bool noise_per_token;
 
   TailTensors(const Tensor& logits_, const Tensor& bias_, const Tensor& hidden_, const Tensor& candidate_, const OptionalTensor& positions,
               const OptionalTensor& counters, double initial_bias_, double temperature_, double sigma_, bool noise_per_token_)
-      : logits(same_shape(logits_, hidden_, "logits")), bias(per_channel(bias_, hidden_, "bias")), hidden(hidden_.contiguous()),
+      : hidden(state(hidden_)), logits(same_shape(logits_, hidden_, "logits")), bias(per_channel(bias_, hidden_, "bias")),
         candidate(same_shape(candidate_, hidden_, "candidate")), noise(positions, counters, hidden_), initial_bias(initial_bias_),
         temperature(temperature_), sigma(sigma_), noise_per_token(noise_per_token_) {}
 
