@@ -21,6 +21,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 .DEFAULT_GOAL := demo
 
 demo: $(INSTALLED)
+	@$(BIN)/python -m model.ops.build || true
 	@$(BIN)/python launchers/demo.py
 
 test: lint

@@ -24,6 +24,7 @@ from model.config import GRTConfig
 from model.layers import Norm
 from model.noise import Noise
 from model.ops import fused, reference
+from model.ops.build import build
 
 SIGMA, BIAS = 0.1, 4.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -40,15 +41,15 @@ class Operands:
     candidate: Tensor
     bias: Tensor
     norm: Norm
-    noise: Noise
+    noise: Noise | None
     grads: list[Tensor]
 
     @classmethod
-    def make(cls, tokens: int, width: int, dtype: torch.dtype) -> "Operands":
-        rows = [torch.randn(tokens, 1, width, dtype=dtype) for _ in range(6)]
-        noise = Noise(torch.arange(tokens)[:, None], torch.tensor([1, 1]))
-        norm = Norm(width, GRTConfig(hidden_size=width, num_heads=1), dtype)
-        hidden, logits, candidate, bias = (x.requires_grad_() for x in (*rows[:3], torch.zeros(width, dtype=dtype)))
+    def make(cls, tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> "Operands":
+        rows = [torch.randn(tokens, 1, width, dtype=dtype, device=device) for _ in range(6)]
+        noise = Noise(torch.arange(tokens, device=device)[:, None], torch.tensor([1, 1], device=device))
+        norm = Norm(width, GRTConfig(hidden_size=width, num_heads=1), dtype).to(device)
+        hidden, logits, candidate, bias = (x.requires_grad_() for x in (*rows[:3], torch.zeros_like(rows[0][0, 0])))
         return cls(hidden, logits, candidate, bias, norm, noise, rows[3:])
 
     @property
@@ -56,11 +57,16 @@ class Operands:
         return [self.hidden, self.logits, self.candidate, self.bias, self.norm.weight]
 
 
-def plain(hidden: Tensor, logits: Tensor, candidate: Tensor, bias: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Head and tail as one would write them: the normed state, the noisy state, the new state."""
+def plain(
+    hidden: Tensor, logits: Tensor, candidate: Tensor, bias: Tensor, weight: Tensor, *, sigma: float = SIGMA
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Head and tail as one would write them: the normed state, the noisy state, the new state. A sigma of 0 is evaluation."""
     normed = F.layer_norm(hidden, weight.shape, weight, None, 1e-5)
-    noisy = hidden + SIGMA * torch.randn_like(hidden)
-    gate = torch.sigmoid(logits + (bias + BIAS) + SIGMA * torch.randn_like(logits[..., :1]))
+    noisy, tempered = hidden, logits + (bias + BIAS)
+    if sigma:
+        noisy = hidden + sigma * torch.randn_like(hidden)
+        tempered = tempered + sigma * torch.randn_like(logits[..., :1])
+    gate = torch.sigmoid(tempered)
     return normed, noisy, gate * hidden + (1 - gate) * candidate
 
 
@@ -148,8 +154,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch._inductor.config.fallback_random = True  # else the compiled peer draws its noise a number at a time on a CPU
-    if not fused.load():
-        raise SystemExit("The fused operators are not built: python -m model.ops.build")
+    build()
+    assert fused.load()
     print(f"{arguments.tokens} tokens x {arguments.width}, one thread, medians of {arguments.rounds} interleaved rounds.\n")
     print("| dtype | | kernels | bytes / number | ns / number | speed / eager |\n|---|---|--:|--:|--:|--:|")
     for dtype_name, dtype in DTYPES.items():
