@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters as dynamo_counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
@@ -227,6 +228,17 @@ def test_counters_changed_in_place_change_the_noise() -> None:
     assert not any(torch.equal(a, b) for a in drawn.values() for b in drawn.values() if a is not b)
     for (seed, recurrence), found in drawn.items():
         torch.testing.assert_close(found, normals(seed, noise.positions, 8, Stream.STATE, recurrence), rtol=0, atol=4e-6)
+
+
+@each_operator
+def test_no_number_of_a_tensor_is_read_on_the_host(operator: Operator) -> None:
+    """Fake tensors, which have none, pass forward and backward; a CUDA graph demands the same."""
+    noise, (operands, directions) = noise_for(3, 2), operator.draw(3, 2, 5, torch.bfloat16)
+    expected = results(partial(operator.run, fused, noise), operands, directions)
+    with FakeTensorMode() as mode:
+        noise = Noise(*map(mode.from_tensor, noise))
+        found = results(partial(operator.run, fused, noise), [*map(mode.from_tensor, operands)], [*map(mode.from_tensor, directions)])
+    assert [(x.dtype, x.shape, x.stride()) for x in found] == [(x.dtype, x.shape, x.stride()) for x in expected]
 
 
 # Gradients and registration
