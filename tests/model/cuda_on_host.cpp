@@ -1,13 +1,14 @@
 // Runs the CUDA kernels of the gate operators on a CPU, where there is no GPU to try them on: the launches of gate_cuda.cu behind
 // the names of gate_cpu.cpp's, so that gate_ops.cpp is linked with them unchanged.
 //
-// Each thread of a block is a fiber; barriers and shuffles switch between them, in an order drawn anew each time, so that a missing
-// barrier shows. A barrier that some thread never reaches and a vector access that is not aligned end the program. The test
-// rewrites what is not C++ (launches, __shared__) into kernels.inc.
+// Each thread of a block is a fiber; barriers and shuffles switch between them. Each warp goes as far as barriers let it, in an order
+// drawn anew each time, so that a missing one shows. A barrier that some thread never reaches and a vector access that is not aligned
+// end the program. The test rewrites what is not C++ (launches, __shared__) into kernels.inc.
 #include <cuda_runtime_api.h>
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -31,6 +32,7 @@ struct Thread {
   uint3 index;
   int number;
   long barriers, shuffles;  // reached so far
+  bool finished;
 };
 
 std::vector<Thread> threads;  // of the block that runs
@@ -41,7 +43,7 @@ uint3 block_index;
 void (*kernel)(const void*);
 const void* kernel_arguments;
 double shuffled[2][MOST_THREADS];
-long arrivals, warp_arrivals[MOST_THREADS / LANES], finished;  // of the block's threads at barriers, of a warp's at shuffles; ended
+long arrivals, warp_arrivals[MOST_THREADS / LANES], finished;  // of the block's threads at barriers, of warps' at shuffles; that ended
 cudaError_t error = cudaSuccess;
 std::mt19937 random_order;
 
@@ -59,15 +61,26 @@ void wait_for(long expected, const long& arrived) {
 
 void run_thread() {
   kernel(kernel_arguments);
-  current->number = -1;
+  current->finished = true;
   ++finished;
   let_others_run();
 }
 
 long progress() { return std::accumulate(std::begin(warp_arrivals), std::end(warp_arrivals), arrivals + finished); }
 
+void run_warp(int warp) {
+  std::array<int, LANES> order;
+  std::iota(order.begin(), order.end(), warp * LANES);
+  std::shuffle(order.begin(), order.end(), random_order);
+  for (int number : order) {
+    current = &threads[number];
+    if (!current->finished) swapcontext(&scheduler, &current->context);
+  }
+}
+
 void run_block() {
-  std::vector<Thread*> order;
+  std::vector<int> warps(threads.size() / LANES);
+  std::iota(warps.begin(), warps.end(), 0);
   arrivals = finished = 0;
   std::fill(std::begin(warp_arrivals), std::end(warp_arrivals), 0);
   for (int i = 0; i < int(threads.size()); ++i) {
@@ -75,29 +88,30 @@ void run_block() {
     thread.index = {i % block_size.x, i / block_size.x, 0};
     thread.number = i;
     thread.barriers = thread.shuffles = 0;
+    thread.finished = false;
     getcontext(&thread.context);
     thread.context.uc_stack.ss_sp = thread.stack.get();
     thread.context.uc_stack.ss_size = STACK;
     makecontext(&thread.context, run_thread, 0);
-    order.push_back(&thread);
   }
-  while (!order.empty()) {
-    const long before = progress();
-    std::shuffle(order.begin(), order.end(), random_order);
-    for (Thread* thread : order) {
-      current = thread;
-      swapcontext(&scheduler, &thread->context);
+  // One warp after another goes as far as it can, so that warps are as far apart as barriers allow.
+  while (finished < long(threads.size())) {
+    const long before_all = progress();
+    std::shuffle(warps.begin(), warps.end(), random_order);
+    for (int warp : warps) {
+      for (long before = -1; before != progress();) {
+        before = progress();
+        run_warp(warp);
+      }
     }
-    // Waiting threads see at the latest one turn later what the others did, so a turn without progress is the end.
-    if (progress() == before) fail("threads wait for others that never come");
-    order.erase(std::remove_if(order.begin(), order.end(), [](const Thread* thread) { return thread->number < 0; }), order.end());
+    if (progress() == before_all) fail("threads wait for others that never come");
   }
 }
 
 template <typename Kernel, typename... Arguments>
 void launch(Kernel function, dim3 grid, dim3 block, const Arguments&... arguments) {
   const unsigned count = block.x * block.y * block.z;
-  if (grid.x == 0 || grid.y == 0 || grid.y > 65535 || count == 0 || count > MOST_THREADS) {
+  if (grid.x == 0 || grid.y == 0 || grid.y > 65535 || count == 0 || count % LANES != 0 || count > MOST_THREADS) {
     error = cudaErrorInvalidConfiguration;
     return;
   }
