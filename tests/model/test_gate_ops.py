@@ -318,6 +318,8 @@ def test_errors_are_at_most_twice_those_of_plain_operators(operator: Operator, d
             for x, y, z in zip(exact, plain, found, strict=True):
                 assert (z.dtype, z.shape) == (y.dtype, y.shape)
                 small = 4 * torch.finfo(torch.float32).eps * max(1.0, float(x.abs().max()))
+                if x.shape[-1:] == (1,):
+                    small *= channels**0.5  # sums over the channels, in an order that depends on the instruction set
                 assert (z - x).abs().max() <= 2 * (y - x).abs().max() + small
 
 
