@@ -55,11 +55,11 @@ def test_a_check_that_raises_is_a_failed_row_and_the_next_runs_in_the_same_proce
 
 
 def test_after_a_crash_or_a_hang_the_next_check_has_a_new_process(tmp_path: Path) -> None:
-    checks = [PROCESS, Check("crashes", crashes, 20), PROCESS, Check("hangs", hangs, 1.0), PROCESS]
+    checks = [PROCESS, Check("crashes", crashes, 20), PROCESS, Check("hangs", hangs, 2), PROCESS]
     first, crash, second, before, hang, third = rows(tmp_path, *checks)
     assert (crash.check, crash.value, crash.ok) == ("crashes", "its process ended, exit code -6", False)
     assert before.ok
-    assert (hang.check, hang.value, hang.ok) == ("hangs", "stopped: no answer in 2 s", False)
+    assert (hang.check, hang.value, hang.ok) == ("hangs", "stopped: no answer in 4 s", False)
     assert len({first.value, second.value, third.value}) == 3
 
 

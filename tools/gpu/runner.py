@@ -80,8 +80,10 @@ def run(checks: Sequence[Check], setting: Setting, deadline: float, log: Path) -
             if left < check.seconds:
                 yield Row(check.name, f"not begun: {max(0, left):.0f} s are left, and it may take {check.seconds:.0f} s", ok=None)
                 continue
-            if worker is None or not worker.usable:
-                worker = Worker(setting, log)
+            if worker is not None and not worker.usable:
+                worker.stop()  # it may be slow to end, with the GPU's memory
+                worker = None
+            worker = worker or Worker(setting, log)
             yield from worker.rows(check, min(2 * check.seconds, left))
     finally:
         if worker is not None:
@@ -99,7 +101,7 @@ class Worker:
         theirs.close()  # so that the end of the process is seen
         self.usable = True
         # Imports take long on a cold disk, and are no check's fault. A process that fails to start fails the check.
-        with suppress(EOFError):
+        with suppress(EOFError, OSError):
             if self.pipe.poll(START_SECONDS):
                 self.pipe.recv()
 
@@ -117,14 +119,15 @@ class Worker:
         except (EOFError, OSError):
             self.process.join(10)
             what = f"its process ended, exit code {self.process.exitcode}"
-        self.stop()
+        self.usable = False
         yield Row(check.name, what, ok=False)
 
     def stop(self) -> None:
-        self.usable = False
+        self.pipe.close()
+        if self.usable:
+            self.process.join(5)  # it waits for checks, and ends when none can come
         self.process.kill()
         self.process.join(10)  # not for ever: a process that waits for a broken GPU cannot be killed
-        self.pipe.close()
 
 
 def work(pipe: Connection, setting: Setting, log: Path) -> None:
