@@ -146,7 +146,7 @@ template <typename T>
 GRT_INLINE void head_rows(const Head<T>& a, int64_t begin, int64_t end, Scratch<Real<T>>& scratch) {
   using R = Real<T>;
   const int64_t d = a.channels;
-  R *__restrict hidden = scratch[0], *__restrict weight = scratch[1], *__restrict normed = scratch[2], *__restrict noise = scratch[3];
+  R* __restrict hidden = scratch[0], * __restrict weight = scratch[1], * __restrict normed = scratch[2], * __restrict noise = scratch[3];
   load_row(a.weight, 0, d, weight);
   for (int64_t row = begin; row < end; ++row) {
     load_row(a.hidden, row, d, hidden);
@@ -179,11 +179,11 @@ GRT_INLINE void head_rows(const Head<T>& a, int64_t begin, int64_t end, Scratch<
 }
 
 template <typename T>
-GRT_INLINE void head_backward_rows(
-    const HeadBackward<T>& a, int64_t begin, int64_t end, Scratch<Real<T>>& scratch, Real<T>* __restrict grad_weight) {
+GRT_INLINE void head_backward_rows(const HeadBackward<T>& a, int64_t begin, int64_t end, Scratch<Real<T>>& scratch,
+                                   Real<T>* __restrict grad_weight) {
   using R = Real<T>;
   const int64_t d = a.channels;
-  R *__restrict unit = scratch[0], *__restrict weight = scratch[1], *__restrict grad = scratch[2], *__restrict grad_noisy = scratch[3];
+  R* __restrict unit = scratch[0], * __restrict weight = scratch[1], * __restrict grad = scratch[2], * __restrict grad_noisy = scratch[3];
   load_row(a.weight, 0, d, weight);
   for (int64_t row = begin; row < end; ++row) {
     load_row(a.hidden, row, d, unit);
@@ -241,7 +241,7 @@ template <typename T>
 GRT_INLINE void tail_rows(const Tail<T>& a, int64_t begin, int64_t end, Scratch<Real<T>>& scratch) {
   using R = Real<T>;
   const int64_t d = a.channels;
-  R *__restrict bias = scratch[0], *__restrict g = scratch[1], *__restrict hidden = scratch[2], *__restrict candidate = scratch[3];
+  R* __restrict bias = scratch[0], * __restrict g = scratch[1], * __restrict hidden = scratch[2], * __restrict candidate = scratch[3];
   load_bias(a, bias);
   for (int64_t row = begin; row < end; ++row) {
     gate_row(a, row, bias, hidden, g);
@@ -259,13 +259,13 @@ GRT_INLINE void tail_rows(const Tail<T>& a, int64_t begin, int64_t end, Scratch<
 }
 
 template <typename T>
-GRT_INLINE void tail_backward_rows(
-    const TailBackward<T>& b, int64_t begin, int64_t end, Scratch<Real<T>>& scratch, Real<T>* __restrict grad_bias) {
+GRT_INLINE void tail_backward_rows(const TailBackward<T>& b, int64_t begin, int64_t end, Scratch<Real<T>>& scratch,
+                                   Real<T>* __restrict grad_bias) {
   using R = Real<T>;
   const Tail<T>& a = b.forward;
   const int64_t d = a.channels;
   const R inverse_temperature = a.inverse_temperature;
-  R *__restrict bias = scratch[0], *__restrict g = scratch[1], *__restrict hidden = scratch[2], *__restrict candidate = scratch[3];
+  R* __restrict bias = scratch[0], * __restrict g = scratch[1], * __restrict hidden = scratch[2], * __restrict candidate = scratch[3];
   R* __restrict grad = scratch[4];
   load_bias(a, bias);
   for (int64_t row = begin; row < end; ++row) {
@@ -288,18 +288,14 @@ GRT_INLINE void tail_backward_rows(
 }
 
 // Templates cannot be compiled for several instruction sets; functions of one type can.
-#define GRT_KERNELS(T)                                                                                                       \
-  GRT_CLONES void run(const Head<T>& a, int64_t begin, int64_t end, Scratch<Real<T>>& scratch) {                             \
-    head_rows(a, begin, end, scratch);                                                                                       \
-  }                                                                                                                          \
-  GRT_CLONES void run(const Tail<T>& a, int64_t begin, int64_t end, Scratch<Real<T>>& scratch) {                             \
-    tail_rows(a, begin, end, scratch);                                                                                       \
-  }                                                                                                                          \
-  GRT_CLONES void run(const HeadBackward<T>& a, int64_t begin, int64_t end, Scratch<Real<T>>& scratch, Real<T>* sums) {      \
-    head_backward_rows(a, begin, end, scratch, sums);                                                                        \
-  }                                                                                                                          \
-  GRT_CLONES void run(const TailBackward<T>& a, int64_t begin, int64_t end, Scratch<Real<T>>& scratch, Real<T>* sums) {      \
-    tail_backward_rows(a, begin, end, scratch, sums);                                                                        \
+#define GRT_KERNELS(T)                                                                                                                \
+  GRT_CLONES void run(const Head<T>& a, int64_t begin, int64_t end, Scratch<Real<T>>& scratch) { head_rows(a, begin, end, scratch); } \
+  GRT_CLONES void run(const Tail<T>& a, int64_t begin, int64_t end, Scratch<Real<T>>& scratch) { tail_rows(a, begin, end, scratch); } \
+  GRT_CLONES void run(const HeadBackward<T>& a, int64_t begin, int64_t end, Scratch<Real<T>>& scratch, Real<T>* sums) {               \
+    head_backward_rows(a, begin, end, scratch, sums);                                                                                 \
+  }                                                                                                                                   \
+  GRT_CLONES void run(const TailBackward<T>& a, int64_t begin, int64_t end, Scratch<Real<T>>& scratch, Real<T>* sums) {               \
+    tail_backward_rows(a, begin, end, scratch, sums);                                                                                 \
   }
 GRT_KERNELS(double)
 GRT_KERNELS(float)

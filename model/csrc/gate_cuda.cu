@@ -18,9 +18,9 @@ namespace grt {
 namespace {
 
 constexpr unsigned WARP = 32;
-constexpr unsigned MAX_THREADS = 1024;   // of a block
-constexpr unsigned TILE_ROWS = 8;        // tail backward: warps of a block, each with its own rows of one tile of channels
-constexpr int64_t MAX_CHUNKS = 256; // of rows in a backward
+constexpr unsigned MAX_THREADS = 1024;  // of a block
+constexpr unsigned TILE_ROWS = 8;       // tail backward: warps of a block, each with its own rows of one tile of channels
+constexpr int64_t MAX_CHUNKS = 256;     // of rows in a backward
 
 template <typename T>
 constexpr int WIDTH = sizeof(T) == 2 ? 8 : 4;  // channels of a piece
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(MAX_THREADS) tail_kernel(const Tail<T> a) {
 
 // A block has a tile of channels, one piece a lane, of one chunk of the rows, shared out to its warps.
 template <typename T, bool Vector>
-__global__ void __launch_bounds__(WARP * TILE_ROWS, Vector ? 4 : 2) tail_backward_kernel(const TailBackward<T> b) {
+__global__ void __launch_bounds__(WARP* TILE_ROWS, Vector ? 4 : 2) tail_backward_kernel(const TailBackward<T> b) {
   using R = Real<T>;
   const Tail<T>& a = b.forward;
   __shared__ R scratch[WARP * TILE_ROWS * WIDTH<T>];
@@ -391,8 +391,8 @@ __global__ void philox_kernel(const int64_t* counters, int64_t seed, int64_t cou
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= count) return;
   const int64_t* counter = counters + 4 * i;
-  const Words made = philox4x32({{uint32_t(counter[0]), uint32_t(counter[1]), uint32_t(counter[2]), uint32_t(counter[3])}},
-                                uint32_t(seed), uint32_t(uint64_t(seed) >> 32));
+  const Words made = philox4x32({{uint32_t(counter[0]), uint32_t(counter[1]), uint32_t(counter[2]), uint32_t(counter[3])}}, uint32_t(seed),
+                                uint32_t(uint64_t(seed) >> 32));
   for (int word = 0; word < 4; ++word) words[4 * i + word] = made.word[word];
 }
 
@@ -417,8 +417,9 @@ bool row_fits_block(int64_t channels) {
 void check_launch(const char* kernel) {
   const cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess) return;
-  throw std::runtime_error(std::string("grt: the CUDA kernel of ") + kernel + " did not start, or an earlier kernel failed: " +
-                           cudaGetErrorString(error) + ". If it has no image for this GPU, run `python -m model.ops.build` on this machine.");
+  throw std::runtime_error(std::string("grt: the CUDA kernel of ") + kernel +
+                           " did not start, or an earlier kernel failed: " + cudaGetErrorString(error) +
+                           ". If it has no image for this GPU, run `python -m model.ops.build` on this machine.");
 }
 
 }  // namespace
@@ -482,7 +483,8 @@ void launch(const TailBackward<T>& b, cudaStream_t stream) {
   if (a.rows == 0) return;
   const dim3 grid(static_cast<unsigned>(ceil_divide(a.channels, WARP * WIDTH<T>)), static_cast<unsigned>(partial_rows(a.rows)));
   const dim3 block(WARP, TILE_ROWS);
-  const bool vector = vectors_fit<T>(a.channels, a.logits, a.bias, a.hidden, a.candidate, b.grad_updated, b.grad_logits, b.grad_hidden, b.grad_candidate);
+  const bool vector =
+      vectors_fit<T>(a.channels, a.logits, a.bias, a.hidden, a.candidate, b.grad_updated, b.grad_logits, b.grad_hidden, b.grad_candidate);
   if constexpr (sizeof(T) < sizeof(double)) {
     if (vector) tail_backward_kernel<T, true><<<grid, block, 0, stream>>>(b);
   }

@@ -1,6 +1,6 @@
 // What the kernels of the gate operators are given, on either device: raw pointers to contiguous rows of `channels` numbers.
 //
-// T is how tensors are stored: double (CPU only), float, c10::BFloat16, c10::Half. Sums and statistics are Real<T>.
+// T is how tensors are stored: double (for gradient checks), float, c10::BFloat16, c10::Half. Sums and statistics are Real<T>.
 // Null pointers stand for what is absent: noise (positions), or gradients that nothing came back for.
 #pragma once
 
@@ -36,15 +36,15 @@ struct Head {
   bool rms;
   int64_t rows, channels;
   T *normed, *noisy;
-  Real<T> *mean, *rstd, *total, *square;  // [rows]
+  Real<T>*mean, *rstd, *total, *square;  // [rows]
 };
 
 template <typename T>
 struct HeadBackward {
-  const T *grad_normed, *grad_noisy;        // may be null
-  const Real<T> *grad_total, *grad_square;  // [rows], may be null
+  const T *grad_normed, *grad_noisy;       // may be null
+  const Real<T>*grad_total, *grad_square;  // [rows], may be null
   const T *hidden, *weight;
-  const Real<T> *mean, *rstd;
+  const Real<T>*mean, *rstd;
   bool rms;
   int64_t rows, channels;
   T* grad_hidden;
@@ -73,19 +73,27 @@ struct TailBackward {
 
 namespace cpu {
 int64_t partial_rows(int64_t rows);
-template <typename T> void launch(const Head<T>& arguments);
-template <typename T> void launch(const HeadBackward<T>& arguments);
-template <typename T> void launch(const Tail<T>& arguments);
-template <typename T> void launch(const TailBackward<T>& arguments);
+template <typename T>
+void launch(const Head<T>& arguments);
+template <typename T>
+void launch(const HeadBackward<T>& arguments);
+template <typename T>
+void launch(const Tail<T>& arguments);
+template <typename T>
+void launch(const TailBackward<T>& arguments);
 }  // namespace cpu
 
 #ifdef GRT_CUDA
 namespace cuda {
 int64_t partial_rows(int64_t rows);
-template <typename T> void launch(const Head<T>& arguments, cudaStream_t stream);
-template <typename T> void launch(const HeadBackward<T>& arguments, cudaStream_t stream);
-template <typename T> void launch(const Tail<T>& arguments, cudaStream_t stream);
-template <typename T> void launch(const TailBackward<T>& arguments, cudaStream_t stream);
+template <typename T>
+void launch(const Head<T>& arguments, cudaStream_t stream);
+template <typename T>
+void launch(const HeadBackward<T>& arguments, cudaStream_t stream);
+template <typename T>
+void launch(const Tail<T>& arguments, cudaStream_t stream);
+template <typename T>
+void launch(const TailBackward<T>& arguments, cudaStream_t stream);
 void philox(const int64_t* counters, int64_t seed, int64_t count, int64_t* words, cudaStream_t stream);  // [count, 4] each
 }  // namespace cuda
 #endif

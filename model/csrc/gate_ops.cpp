@@ -21,8 +21,7 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-#define GRT_DISPATCH(TENSOR, NAME, ...) \
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, (TENSOR).scalar_type(), NAME, __VA_ARGS__)
+#define GRT_DISPATCH(TENSOR, NAME, ...) AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, (TENSOR).scalar_type(), NAME, __VA_ARGS__)
 
 namespace grt {
 namespace {
@@ -59,8 +58,8 @@ at::ScalarType wide(const Tensor& x) { return x.scalar_type() == at::kDouble ? a
 Tensor per_row(const Tensor& x, const Tensor& hidden, const char* name) {
   const auto rows = hidden.sizes().slice(0, hidden.dim() - 1);
   TORCH_CHECK(x.device() == hidden.device(), "grt: ", name, " is on ", x.device(), ", the state on ", hidden.device());
-  TORCH_CHECK(x.scalar_type() == wide(hidden) && x.sizes() == rows, "grt: ", name, " is ", x.scalar_type(), " ", x.sizes(), ", not ", wide(hidden),
-              " ", rows, ", one number for each token");
+  TORCH_CHECK(x.scalar_type() == wide(hidden) && x.sizes() == rows, "grt: ", name, " is ", x.scalar_type(), " ", x.sizes(), ", not ",
+              wide(hidden), " ", rows, ", one number for each token");
   return x.contiguous();
 }
 
@@ -111,8 +110,9 @@ const T* pointer_or_null(const Tensor& x) {
   return x.defined() ? x.const_data_ptr<T>() : nullptr;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_head(
-    const Tensor& hidden_, const Tensor& weight_, const OptionalTensor& positions, const OptionalTensor& counters, double sigma, double eps, bool rms) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_head(const Tensor& hidden_, const Tensor& weight_,
+                                                                     const OptionalTensor& positions, const OptionalTensor& counters,
+                                                                     double sigma, double eps, bool rms) {
   const Tensor hidden = state(hidden_), weight = per_channel(weight_, hidden, "weight");
   const NoiseTensors noise(positions, counters, hidden);
   const auto row_sizes = hidden.sizes().slice(0, hidden.dim() - 1);
@@ -121,17 +121,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_head(
   Tensor mean = at::empty(row_sizes, row_options), rstd = at::empty_like(mean), total = at::empty_like(mean), square = at::empty_like(mean);
   GRT_DISPATCH(hidden, "gate_head", [&] {
     using R = Real<scalar_t>;
-    launch(Head<scalar_t>{hidden.const_data_ptr<scalar_t>(), weight.const_data_ptr<scalar_t>(), noise.of<scalar_t>(sigma), R(eps), rms,
-                          row_count(hidden), hidden.size(-1), normed.mutable_data_ptr<scalar_t>(), noisy.mutable_data_ptr<scalar_t>(),
-                          mean.mutable_data_ptr<R>(), rstd.mutable_data_ptr<R>(), total.mutable_data_ptr<R>(), square.mutable_data_ptr<R>()},
-           hidden);
+    launch(
+        Head<scalar_t>{hidden.const_data_ptr<scalar_t>(), weight.const_data_ptr<scalar_t>(), noise.of<scalar_t>(sigma), R(eps), rms,
+                       row_count(hidden), hidden.size(-1), normed.mutable_data_ptr<scalar_t>(), noisy.mutable_data_ptr<scalar_t>(),
+                       mean.mutable_data_ptr<R>(), rstd.mutable_data_ptr<R>(), total.mutable_data_ptr<R>(), square.mutable_data_ptr<R>()},
+        hidden);
   });
   return {normed, noisy, mean, rstd, total, square};
 }
 
-std::tuple<Tensor, Tensor> gate_head_backward(
-    const OptionalTensor& grad_normed_, const OptionalTensor& grad_noisy_, const OptionalTensor& grad_total_, const OptionalTensor& grad_square_,
-    const Tensor& hidden_, const Tensor& weight_, const Tensor& mean_, const Tensor& rstd_, bool rms) {
+std::tuple<Tensor, Tensor> gate_head_backward(const OptionalTensor& grad_normed_, const OptionalTensor& grad_noisy_,
+                                              const OptionalTensor& grad_total_, const OptionalTensor& grad_square_, const Tensor& hidden_,
+                                              const Tensor& weight_, const Tensor& mean_, const Tensor& rstd_, bool rms) {
   const Tensor hidden = state(hidden_), weight = per_channel(weight_, hidden, "weight");
   const Tensor mean = per_row(mean_, hidden, "mean"), rstd = per_row(rstd_, hidden, "rstd");
   const auto rows = [&](const OptionalTensor& x, const char* name) { return x ? same_shape(*x, hidden, name) : Tensor(); };
@@ -142,10 +143,11 @@ std::tuple<Tensor, Tensor> gate_head_backward(
   Tensor grad_weight = at::zeros({partial_rows(hidden), hidden.size(-1)}, mean.options());
   GRT_DISPATCH(hidden, "gate_head_backward", [&] {
     using R = Real<scalar_t>;
-    launch(HeadBackward<scalar_t>{pointer_or_null<scalar_t>(grad_normed), pointer_or_null<scalar_t>(grad_noisy), pointer_or_null<R>(grad_total),
-                                  pointer_or_null<R>(grad_square), hidden.const_data_ptr<scalar_t>(), weight.const_data_ptr<scalar_t>(),
-                                  mean.const_data_ptr<R>(), rstd.const_data_ptr<R>(), rms, row_count(hidden), hidden.size(-1),
-                                  grad_hidden.mutable_data_ptr<scalar_t>(), grad_weight.mutable_data_ptr<R>()},
+    launch(HeadBackward<scalar_t>{pointer_or_null<scalar_t>(grad_normed), pointer_or_null<scalar_t>(grad_noisy),
+                                  pointer_or_null<R>(grad_total), pointer_or_null<R>(grad_square), hidden.const_data_ptr<scalar_t>(),
+                                  weight.const_data_ptr<scalar_t>(), mean.const_data_ptr<R>(), rstd.const_data_ptr<R>(), rms,
+                                  row_count(hidden), hidden.size(-1), grad_hidden.mutable_data_ptr<scalar_t>(),
+                                  grad_weight.mutable_data_ptr<R>()},
            hidden);
   });
   return {grad_hidden, grad_weight.sum(0).to(weight.scalar_type())};
@@ -160,20 +162,36 @@ struct TailTensors {
 
   TailTensors(const Tensor& logits_, const Tensor& bias_, const Tensor& hidden_, const Tensor& candidate_, const OptionalTensor& positions,
               const OptionalTensor& counters, double initial_bias_, double temperature_, double sigma_, bool noise_per_token_)
-      : hidden(state(hidden_)), logits(same_shape(logits_, hidden_, "logits")), bias(per_channel(bias_, hidden_, "bias")),
-        candidate(same_shape(candidate_, hidden_, "candidate")), noise(positions, counters, hidden_), initial_bias(initial_bias_),
-        temperature(temperature_), sigma(sigma_), noise_per_token(noise_per_token_) {}
+      : hidden(state(hidden_)),
+        logits(same_shape(logits_, hidden_, "logits")),
+        bias(per_channel(bias_, hidden_, "bias")),
+        candidate(same_shape(candidate_, hidden_, "candidate")),
+        noise(positions, counters, hidden_),
+        initial_bias(initial_bias_),
+        temperature(temperature_),
+        sigma(sigma_),
+        noise_per_token(noise_per_token_) {}
 
   template <typename T>
   Tail<T> of(T* updated, Real<T>* gate_mean) const {
-    return {logits.const_data_ptr<T>(), bias.const_data_ptr<T>(), hidden.const_data_ptr<T>(), candidate.const_data_ptr<T>(), noise.of<T>(sigma),
-            noise_per_token, Real<T>(initial_bias), Real<T>(1 / temperature), row_count(hidden), hidden.size(-1), updated, gate_mean};
+    return {logits.const_data_ptr<T>(),
+            bias.const_data_ptr<T>(),
+            hidden.const_data_ptr<T>(),
+            candidate.const_data_ptr<T>(),
+            noise.of<T>(sigma),
+            noise_per_token,
+            Real<T>(initial_bias),
+            Real<T>(1 / temperature),
+            row_count(hidden),
+            hidden.size(-1),
+            updated,
+            gate_mean};
   }
 };
 
-std::tuple<Tensor, Tensor> gate_tail(
-    const Tensor& logits, const Tensor& bias, const Tensor& hidden, const Tensor& candidate, const OptionalTensor& positions,
-    const OptionalTensor& counters, double initial_bias, double temperature, double sigma, bool noise_per_token) {
+std::tuple<Tensor, Tensor> gate_tail(const Tensor& logits, const Tensor& bias, const Tensor& hidden, const Tensor& candidate,
+                                     const OptionalTensor& positions, const OptionalTensor& counters, double initial_bias,
+                                     double temperature, double sigma, bool noise_per_token) {
   const TailTensors operands(logits, bias, hidden, candidate, positions, counters, initial_bias, temperature, sigma, noise_per_token);
   Tensor updated = at::empty_like(operands.hidden);
   Tensor gate_mean = at::empty(hidden.sizes().slice(0, hidden.dim() - 1), hidden.options().dtype(wide(hidden)));
@@ -183,17 +201,18 @@ std::tuple<Tensor, Tensor> gate_tail(
   return {updated, gate_mean};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> gate_tail_backward(
-    const Tensor& grad_, const Tensor& logits, const Tensor& bias, const Tensor& hidden, const Tensor& candidate, const OptionalTensor& positions,
-    const OptionalTensor& counters, double initial_bias, double temperature, double sigma, bool noise_per_token) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> gate_tail_backward(const Tensor& grad_, const Tensor& logits, const Tensor& bias,
+                                                              const Tensor& hidden, const Tensor& candidate,
+                                                              const OptionalTensor& positions, const OptionalTensor& counters,
+                                                              double initial_bias, double temperature, double sigma, bool noise_per_token) {
   const TailTensors operands(logits, bias, hidden, candidate, positions, counters, initial_bias, temperature, sigma, noise_per_token);
   const Tensor grad = same_shape(grad_, hidden, "grad");
   Tensor grad_logits = at::empty_like(grad), grad_hidden = at::empty_like(grad), grad_candidate = at::empty_like(grad);
   Tensor grad_bias = at::zeros({partial_rows(hidden), hidden.size(-1)}, hidden.options().dtype(wide(hidden)));
   GRT_DISPATCH(hidden, "gate_tail_backward", [&] {
-    launch(TailBackward<scalar_t>{operands.of<scalar_t>(nullptr, nullptr), grad.const_data_ptr<scalar_t>(), grad_logits.mutable_data_ptr<scalar_t>(),
-                                  grad_hidden.mutable_data_ptr<scalar_t>(), grad_candidate.mutable_data_ptr<scalar_t>(),
-                                  grad_bias.mutable_data_ptr<Real<scalar_t>>()},
+    launch(TailBackward<scalar_t>{operands.of<scalar_t>(nullptr, nullptr), grad.const_data_ptr<scalar_t>(),
+                                  grad_logits.mutable_data_ptr<scalar_t>(), grad_hidden.mutable_data_ptr<scalar_t>(),
+                                  grad_candidate.mutable_data_ptr<scalar_t>(), grad_bias.mutable_data_ptr<Real<scalar_t>>()},
            hidden);
   });
   return {grad_logits, grad_bias.sum(0).to(bias.scalar_type()), grad_hidden, grad_candidate};
@@ -214,7 +233,8 @@ Tensor philox(const Tensor& counters_, int64_t seed) {
   }
 #endif
   for (int64_t i = 0; i < 4 * counters.size(0); i += 4) {
-    const Words made = philox4x32({{uint32_t(in[i]), uint32_t(in[i + 1]), uint32_t(in[i + 2]), uint32_t(in[i + 3])}}, uint32_t(seed), uint32_t(uint64_t(seed) >> 32));
+    const Words made = philox4x32({{uint32_t(in[i]), uint32_t(in[i + 1]), uint32_t(in[i + 2]), uint32_t(in[i + 3])}}, uint32_t(seed),
+                                  uint32_t(uint64_t(seed) >> 32));
     std::copy(made.word, made.word + 4, out + i);
   }
   return words;
@@ -231,15 +251,19 @@ void register_kernels(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY(grt, m) {
-  m.def("gate_head(Tensor hidden, Tensor weight, Tensor? positions, Tensor? counters, float sigma, float eps, bool rms)"
-        " -> (Tensor normed, Tensor noisy, Tensor mean, Tensor rstd, Tensor total, Tensor square)");
-  m.def("gate_head_backward(Tensor? grad_normed, Tensor? grad_noisy, Tensor? grad_total, Tensor? grad_square, Tensor hidden, Tensor weight,"
-        " Tensor mean, Tensor rstd, bool rms) -> (Tensor grad_hidden, Tensor grad_weight)");
-  m.def("gate_tail(Tensor logits, Tensor bias, Tensor hidden, Tensor candidate, Tensor? positions, Tensor? counters, float initial_bias,"
-        " float temperature, float sigma, bool noise_per_token) -> (Tensor updated, Tensor gate_mean)");
-  m.def("gate_tail_backward(Tensor grad, Tensor logits, Tensor bias, Tensor hidden, Tensor candidate, Tensor? positions, Tensor? counters,"
-        " float initial_bias, float temperature, float sigma, bool noise_per_token)"
-        " -> (Tensor grad_logits, Tensor grad_bias, Tensor grad_hidden, Tensor grad_candidate)");
+  m.def(
+      "gate_head(Tensor hidden, Tensor weight, Tensor? positions, Tensor? counters, float sigma, float eps, bool rms)"
+      " -> (Tensor normed, Tensor noisy, Tensor mean, Tensor rstd, Tensor total, Tensor square)");
+  m.def(
+      "gate_head_backward(Tensor? grad_normed, Tensor? grad_noisy, Tensor? grad_total, Tensor? grad_square, Tensor hidden, Tensor weight,"
+      " Tensor mean, Tensor rstd, bool rms) -> (Tensor grad_hidden, Tensor grad_weight)");
+  m.def(
+      "gate_tail(Tensor logits, Tensor bias, Tensor hidden, Tensor candidate, Tensor? positions, Tensor? counters, float initial_bias,"
+      " float temperature, float sigma, bool noise_per_token) -> (Tensor updated, Tensor gate_mean)");
+  m.def(
+      "gate_tail_backward(Tensor grad, Tensor logits, Tensor bias, Tensor hidden, Tensor candidate, Tensor? positions, Tensor? counters,"
+      " float initial_bias, float temperature, float sigma, bool noise_per_token)"
+      " -> (Tensor grad_logits, Tensor grad_bias, Tensor grad_hidden, Tensor grad_candidate)");
   m.def("philox(Tensor counters, int seed) -> Tensor");
 }
 

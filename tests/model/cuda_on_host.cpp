@@ -188,14 +188,14 @@ namespace grt::cpu {
 
 int64_t partial_rows(int64_t rows) { return cuda::partial_rows(rows); }
 
-#define GRT_ON_HOST(ARGUMENTS)                                            \
-  template <typename T>                                                   \
-  void launch(const ARGUMENTS<T>& arguments) {                            \
-    cuda::launch(arguments, nullptr);                                     \
-  }                                                                       \
-  template void launch(const ARGUMENTS<double>&);                         \
-  template void launch(const ARGUMENTS<float>&);                          \
-  template void launch(const ARGUMENTS<c10::BFloat16>&);                  \
+#define GRT_ON_HOST(ARGUMENTS)                           \
+  template <typename T>                                  \
+  void launch(const ARGUMENTS<T>& arguments) {           \
+    cuda::launch(arguments, nullptr);                    \
+  }                                                      \
+  template void launch(const ARGUMENTS<double>&);        \
+  template void launch(const ARGUMENTS<float>&);         \
+  template void launch(const ARGUMENTS<c10::BFloat16>&); \
   template void launch(const ARGUMENTS<c10::Half>&);
 GRT_ON_HOST(Head)
 GRT_ON_HOST(HeadBackward)
