@@ -151,7 +151,7 @@ def work(pipe: Connection, setting: Setting, log: Path) -> None:
             setting.synchronize()  # kernels fail later than their calls
         except Exception as error:
             traceback.print_exc()
-            message = str(error).strip().split("\n")[0]
+            message = str(error).strip().split("\n")[0][:200]  # the log has all of it
             pipe.send(Row(check.name, f"{type(error).__name__}: {message}", ok=False))
         usable = is_usable(setting)
         faulthandler.cancel_dump_traceback_later()
