@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch._inductor.metrics as inductor
 from torch import Tensor
+from torch._inductor import compile_fx
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -119,6 +120,7 @@ class Contestant:
     def count_generated(self, x: Operands) -> None:
         """By the compiler's own account of what it generates on the first run."""
         inductor.reset()
+        compile_fx.inductor_metrics_log.setLevel("INFO")  # it counts bytes only if they are to be logged
         self.run(x)
         self.kernels, self.bytes = inductor.generated_kernel_count, inductor.num_bytes_accessed
 
