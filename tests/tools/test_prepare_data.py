@@ -17,10 +17,11 @@ import webdataset
 
 from pretrain.shards import TokenReader, open_dataset
 from tests.conftest import DATASET_ARGUMENTS
+from tokenizer import documents
 from tokenizer.tokenizer import load_tokenizer
-from tools import prepare_data
+from tools import prepare_data, progress
 from tools.prepare_data import main
-from tools.shard_writer import DatasetWriter
+from tools.shard_writer import DatasetWriter, token_dtype
 
 Files = dict[str, bytes]
 
@@ -88,14 +89,14 @@ def test_tars_have_sorted_members_and_nothing_of_the_machine(dataset: Path) -> N
 def test_the_same_input_gives_the_same_bytes_whatever_the_processes(
     run: Callable[..., int], dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: str
 ) -> None:
-    monkeypatch.setattr(prepare_data, "BATCH_CHARACTERS", 10_000)  # several batches for each worker
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 10_000)  # several tasks for each worker
     assert run("--processes", processes) == 0
     assert files(tmp_path / "out") == files(dataset)
 
 
 def test_a_wide_vocabulary_is_stored_in_four_bytes() -> None:
-    assert prepare_data.token_dtype(65536).itemsize == 2
-    assert prepare_data.token_dtype(65537).itemsize == 4
+    assert token_dtype(65536).itemsize == 2
+    assert token_dtype(65537).itemsize == 4
 
 
 def test_an_existing_dataset_is_kept_unless_told(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,8 +303,8 @@ def test_memory_does_not_grow_with_the_corpus(tokenizer_directory: Path, tmp_pat
 def test_plain_lines_replace_the_bar_when_there_is_no_terminal(
     run: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prepare_data, "SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr(prepare_data, "BATCH_CHARACTERS", 50_000)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 50_000)
     assert run() == 0
     captured = capsys.readouterr()
     assert captured.err == ""
