@@ -14,8 +14,7 @@ from tools.progress import duration
 from tools.shard_writer import token_dtype
 from tools.tasks import corpus_bytes
 
-SAMPLE_FILES = 16  # spread evenly over the corpus
-SAMPLE_CHUNKS = 4  # from the start of each
+SAMPLE_CHUNKS = 32  # of a megabyte or a file, from the starts of files spread evenly over the corpus
 
 
 @dataclass(frozen=True)
@@ -26,27 +25,30 @@ class Sample:
     text_bytes: int
     documents: int
     tokens: int
-    read_seconds: float
-    encode_seconds: float
+    read_seconds: float  # by the one process that reads
+    work_seconds: float  # by those that decode, compare and encode
 
 
-def take_sample(files: Sequence[CorpusFile], tokenizer: Tokenizer, options: DocumentOptions) -> Sample:
+def take_sample(files: Sequence[CorpusFile], tokenizer: Tokenizer, options: DocumentOptions, *, deduplicate: bool) -> Sample:
     worker = DocumentWorker(tokenizer, options)
     stored = text_bytes = documents = tokens = 0
-    read_seconds = encode_seconds = 0.0
-    for number in range(min(SAMPLE_FILES, len(files))):
-        file = files[number * len(files) // min(SAMPLE_FILES, len(files))]
+    read_seconds = work_seconds = 0.0
+    count = min(SAMPLE_CHUNKS, len(files))
+    for number in range(count):
+        file = files[number * len(files) // count]
         start = time.perf_counter()
-        chunks = list(islice(read_chunks(file, options.read), SAMPLE_CHUNKS))
+        chunks = list(islice(read_chunks(file, options.read), SAMPLE_CHUNKS // count))
         middle = time.perf_counter()
+        if deduplicate:
+            worker.hashes(chunks, None)
         batch = worker.encode(chunks, None)
-        read_seconds += middle - start
-        encode_seconds += time.perf_counter() - middle
+        read_seconds += (middle - start) * (2 if deduplicate else 1)
+        work_seconds += time.perf_counter() - middle
         stored += chunks[-1].bytes_read if chunks else 0
         text_bytes += int(batch.text_bytes.sum())
         documents += len(batch.ends)
         tokens += len(batch.tokens)
-    return Sample(stored, text_bytes, documents, tokens, read_seconds, encode_seconds)
+    return Sample(stored, text_bytes, documents, tokens, read_seconds, work_seconds)
 
 
 def estimate_lines(files: Sequence[CorpusFile], sample: Sample, tokenizer: Tokenizer, *, processes: int, deduplicate: bool) -> list[str]:
@@ -57,17 +59,15 @@ def estimate_lines(files: Sequence[CorpusFile], sample: Sample, tokenizer: Token
     if not sample.tokens:
         return [*lines, "the sample holds no document that is kept: nothing can be estimated"]
     factor = total / max(1, sample.stored_bytes)
-    share = f"{sample.text_bytes / 1e6:.1f} MB of text in {min(SAMPLE_FILES, len(files))} files"
+    share = f"{sample.text_bytes / 1e6:.1f} MB of text in {min(SAMPLE_CHUNKS, len(files))} files"
     tokens, documents = sample.tokens * factor, sample.documents * factor
-    # One process reads for all; the others decode and encode.
-    seconds = max(sample.read_seconds * factor, (sample.encode_seconds + sample.read_seconds * (processes == 1)) * factor / processes)
-    if deduplicate:
-        seconds += sample.read_seconds * factor
+    together = sample.read_seconds + sample.work_seconds
+    seconds = factor * (together if processes == 1 else max(sample.read_seconds, sample.work_seconds / processes))
     width = token_dtype(tokenizer.vocab_size).itemsize
     lines += [
         f"about {documents:,.0f} documents, {tokens / 1e6:,.1f} M tokens, {sample.text_bytes / sample.tokens:.3f} bytes a token",
         f"dataset: about {tokens * width / 1e9:.3f} GB; time: about {duration(seconds)} with {processes} processes "
-        f"({sample.text_bytes / 1e6 / max(sample.encode_seconds, 1e-9):.1f} MB/s of text a process)",
+        f"({sample.text_bytes / 1e6 / max(together, 1e-9):.1f} MB/s of text a process)",
         f"estimated from {share}, before duplicates; nothing was written",
     ]
     if deduplicate:

@@ -102,23 +102,25 @@ class Duplicates:
     """
 
     def __init__(self, directory: Path, tasks: int = 0) -> None:
-        self._counts = open(directory / COUNTS, "rb")  # noqa: SIM115, closed with the process
-        self._bits = open(directory / RESULT, "rb")  # noqa: SIM115
-        self._document = 0
-        while tasks:
-            counts = np.frombuffer(self._counts.read(4 * min(tasks, 1 << 20)), "<u4")
-            self._document += int(counts.sum(dtype=np.int64))
-            tasks -= len(counts)
+        self._bits = directory / RESULT
+        self._counts = np.fromfile(directory / COUNTS, "<u4")  # 4 bytes for about a megabyte of text
+        self._task = tasks
+        self._document = int(self._counts[:tasks].sum(dtype=np.int64))
 
     def next_task(self) -> np.ndarray:
-        """bool [documents]."""
-        count = int.from_bytes(self._counts.read(4), "little")
+        """bool [documents]; none for a task that was not there when the documents were compared."""
+        count = int(self._counts[self._task]) if self._task < len(self._counts) else 0
         first, last = self._document // 8, -(-(self._document + count) // 8)
-        self._bits.seek(first)
-        bits = np.unpackbits(np.frombuffer(self._bits.read(last - first), np.uint8), bitorder="little")
+        bits = np.unpackbits(np.fromfile(self._bits, np.uint8, last - first, offset=first), bitorder="little")
         start = self._document % 8
-        self._document += count
+        self._task, self._document = self._task + 1, self._document + count
         return bits[start : start + count].astype(bool)
+
+
+def discard_runs(directory: Path) -> None:
+    """Frees the disk space that only `find_duplicates` needs."""
+    for path in directory.glob("run-*.bin"):
+        path.unlink()
 
 
 def _run_file(directory: Path, run: int) -> Path:

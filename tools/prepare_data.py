@@ -28,7 +28,7 @@ from tokenizer.decoding import CorpusError
 from tokenizer.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from tools.corpus_estimate import estimate_lines, take_sample
 from tools.document_work import DocumentOptions, TokenBatch, WorkerPool
-from tools.duplicates import Duplicates, HashRuns, find_duplicates
+from tools.duplicates import Duplicates, HashRuns, discard_runs, find_duplicates
 from tools.progress import Progress
 from tools.shard_writer import DatasetWriter
 from tools.tasks import Position, Task, corpus_bytes, read_tasks
@@ -64,6 +64,7 @@ def compare_documents(writer: DatasetWriter, pool: WorkerPool, files: Sequence[C
         for share in find_duplicates(directory, runs.runs, runs.documents):
             progress.advance(int(share * runs.documents * 24), f"{runs.runs} runs")
     save(complete=True)
+    discard_runs(directory)
     return directory
 
 
@@ -198,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files = find_files(args.input, args.pattern, args.exclude)
         tokenizer = load_tokenizer(args.tokenizer)
         if args.dry_run:
-            sample = take_sample(files, tokenizer, document_options(args))
+            sample = take_sample(files, tokenizer, document_options(args), deduplicate=args.deduplicate)
             print("\n".join(estimate_lines(files, sample, tokenizer, processes=args.processes, deduplicate=args.deduplicate)))
             return 0
         with DatasetWriter(
