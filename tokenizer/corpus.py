@@ -216,8 +216,9 @@ def _find_remote(url: str, pattern: str | None, exclude: Sequence[str]) -> Itera
         else:
             infos = [filesystem.info(path)]
     except Exception as error:  # each file system raises what its own library raises
-        hint = "; install the package that it names" if isinstance(error, ImportError) else ""
-        raise CorpusError(f"{url} cannot be opened: {type(error).__name__}: {error}{hint}") from error
+        hint = "; install what it names, or pip install -e '.[remote]'" if isinstance(error, ImportError) else ""
+        cause = f" ({error.__cause__})" if error.__cause__ else ""  # HTTP: why a file is "not found"
+        raise CorpusError(f"{url} cannot be opened: {type(error).__name__}: {error}{cause}{hint}") from error
     for info in infos:
         name = filesystem.unstrip_protocol(info["name"])
         if info["type"] == "file" and not _excluded(name.split("/"), exclude):

@@ -142,6 +142,12 @@ def test_a_finished_shard_that_was_damaged_is_named(stopped: list[str], tmp_path
     assert f"{shard} is damaged: sha256 expected" in error and "remove .work and .partial" in error
 
 
+def test_shards_of_later_than_the_checkpoint_do_not_reach_the_dataset(stopped: list[str], tmp_path: Path) -> None:
+    (tmp_path / "out" / ".partial" / "train-00099.tar").write_bytes(b"of a corpus that was longer")
+    assert main(stopped) == 0
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
 CHANGES = {
     "a setting": (["--source", "other"], "with source 'text', and now it is 'other'"),
     "a filter": (["--min-characters", "20"], "with --min-characters 1, and now it is 20"),
