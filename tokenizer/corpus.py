@@ -29,7 +29,7 @@ REMOTE_ATTEMPTS = 5
 REMOTE_WAIT = 1.0  # seconds before the second attempt; doubles
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CorpusFile:
     """One file of the corpus.
 
@@ -57,7 +57,10 @@ class CorpusFile:
 
 
 def local_file(path: Path | str) -> CorpusFile:
-    state = Path(path).stat()
+    try:
+        state = Path(path).stat()
+    except OSError as error:
+        raise CorpusError(f"{path} cannot be read: {error}") from error
     return CorpusFile(str(path), state.st_size, str(state.st_mtime_ns))
 
 

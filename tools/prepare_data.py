@@ -58,7 +58,7 @@ def compare_documents(writer: DatasetWriter, pool: WorkerPool, files: Sequence[C
             end = done.end
             if runs.add(done.result):
                 save(complete=False)
-            progress.advance(done.bytes_read, f"{documents / 1e6:.1f} M documents")
+            progress.advance(done.bytes_read, f"{documents:,} documents")
         runs.write_run()
     with Progress(runs.documents * 24, "comparing hashes") as progress:
         for share in find_duplicates(directory, runs.runs, runs.documents):
