@@ -9,7 +9,6 @@ from tokenizer.corpus import CorpusFile
 from tokenizer.documents import read_chunks
 from tokenizer.tokenizer import Tokenizer
 from tools.document_work import DocumentOptions, DocumentWorker
-from tools.duplicates import RUN_DOCUMENTS
 from tools.progress import duration
 from tools.shard_writer import token_dtype
 from tools.tasks import corpus_bytes
@@ -74,6 +73,6 @@ def estimate_lines(files: Sequence[CorpusFile], sample: Sample, tokenizer: Token
         lines.insert(
             -1,
             f"to find duplicates: about {documents * 24 / 1e9:.3f} GB of disk in the output folder while at work, "
-            f"memory for {RUN_DOCUMENTS:,} hashes, and the corpus is read twice",
+            "0.25 GB of memory at most, and the corpus is read twice",
         )
     return lines
