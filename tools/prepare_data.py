@@ -27,10 +27,10 @@ from tokenizer.corpus import CorpusFile, add_corpus_arguments, find_files, read_
 from tokenizer.decoding import CorpusError
 from tokenizer.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from tools.corpus_estimate import estimate_lines, take_sample
+from tools.dataset_writer import DatasetWriter
 from tools.document_work import DocumentOptions, TokenBatch, WorkerPool
 from tools.duplicates import Duplicates, HashRuns, discard_runs, find_duplicates
 from tools.progress import Progress
-from tools.shard_writer import DatasetWriter
 from tools.tasks import Position, Task, corpus_bytes, read_tasks
 
 HASHING = "hashing.state"

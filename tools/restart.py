@@ -14,6 +14,10 @@ from typing import Any
 from pretrain.shards import DatasetError, canonical_json
 from tools.tasks import Position
 
+PARTIAL = ".partial"  # folder of the output that is being written
+WORK = ".work"  # folder of what a restart needs
+START_OVER = f"remove {WORK} and {PARTIAL} there to start from the beginning"
+
 
 def write_synced(path: Path, data: bytes) -> None:
     with open(path, "wb") as file:

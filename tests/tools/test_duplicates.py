@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools import duplicates
@@ -29,6 +29,7 @@ def expected(tasks: list[list[str]]) -> list[list[bool]]:
     return [[next(repeated) for _ in task] for task in tasks]
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     tasks=st.lists(st.lists(st.text("abc", min_size=1, max_size=2), max_size=12), max_size=12),
     run_documents=st.integers(1, 20),

@@ -24,8 +24,9 @@ from tests.tokenizer.test_documents import write_arrow, write_tar
 from tokenizer import documents
 from tokenizer.tokenizer import load_tokenizer
 from tools import corpus_estimate, duplicates, prepare_data, progress
+from tools.dataset_writer import DatasetWriter
 from tools.prepare_data import main
-from tools.shard_writer import DatasetWriter, token_dtype
+from tools.shard_writer import token_dtype
 
 Files = dict[str, bytes]
 
