@@ -1,205 +1,165 @@
-"""Reading documents from a corpus on disk: text files, JSON lines and Parquet, plain or compressed.
+"""Reading documents from the files of a corpus: text, JSON lines, tables (Parquet, Arrow) and tars of text, plain or compressed.
 
-Responsible for finding files, for decoding and for naming what is wrong with them; not for tokens. A document is a line of a .jsonl
-file, a row of a .parquet file, or a whole text file (a long one is cut at line ends, so that memory stays flat). The order is that of
-the sorted paths, so that the same files always give the same documents.
+A document is a line of a .jsonl file, a row of a table, a sample of a tar, or a whole text file (a long one is cut at line ends, so that
+memory stays flat). Reading is in two parts: `read_chunks` cuts a file into chunks of about a megabyte, which is cheap and sequential;
+`chunk.texts` decodes one, which is dear and can be done in another process.
 """
 
-import argparse
-import glob
 import gzip
 import io
-import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
 
 import pyarrow
-import pyarrow.parquet
 import zstandard
+
+from tokenizer.corpus import CorpusFile
+from tokenizer.decoding import CorpusError, ReadOptions, decode, json_text
+from tokenizer.tables import read_arrow, read_parquet
+from tokenizer.text_tars import read_tar
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-KNOWN_ENDINGS = (".txt", ".md", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
+CHUNK_BYTES = 1 << 20
 
 
-class CorpusError(Exception):
-    """Input that cannot be read as text; the message names the file, the place and a way on."""
+class Chunk(Protocol):
+    """Some consecutive documents of a file, not yet decoded.
+
+    Attributes:
+        size: bytes held here.
+        bytes_read: of the file so far, as it is stored.
+    """
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def bytes_read(self) -> int: ...
+    def texts(self, options: ReadOptions) -> Iterator[str]:
+        """The documents; an empty text where there is none.
+
+        Raises:
+            CorpusError: bytes that are not UTF-8 (under "error"), broken JSON, a missing field.
+        """
 
 
 class Document(NamedTuple):
     text: str
-    bytes_read: int  # of the file so far, as it lies on disk
+    bytes_read: int  # of the file so far, as it is stored
 
 
 @dataclass(frozen=True)
-class ReadOptions:
-    """How files become documents."""
+class TextChunk:
+    """A document of a text file: the whole file, or a piece of a long one."""
 
-    text_field: str = "text"  # of .jsonl objects and .parquet rows
-    invalid_utf8: Literal["error", "replace", "skip"] = "error"  # replace: by U+FFFD; skip: leave the document out
-    max_text_bytes: int = 1 << 20  # a longer text file is cut, at line ends, into documents of about this size
+    name: str
+    data: bytes
+    offset: int
+    bytes_read: int
 
+    @property
+    def size(self) -> int:
+        return len(self.data)
 
-def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that `find_files` and `ReadOptions` need."""
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, directories or globs ('corpus/**/*.jsonl.zst')")
-    parser.add_argument("--pattern", help=f"names to take from directories, such as '*.py' (default: {' '.join(KNOWN_ENDINGS)})")
-    parser.add_argument("--exclude", nargs="+", default=[], metavar="NAME", help="names of files and folders to leave out")
-    parser.add_argument("--text-field", default="text", help="field of .jsonl objects and .parquet rows (default: %(default)s)")
-    parser.add_argument(
-        "--invalid-utf8",
-        choices=["error", "replace", "skip"],
-        default="error",
-        help="documents that are not UTF-8: stop, put U+FFFD for each bad byte, or leave the document out (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-text-bytes",
-        type=int,
-        default=ReadOptions.max_text_bytes,
-        metavar="N",
-        help="a longer text file is cut, at line ends, into documents of about N bytes (default: %(default)s)",
-    )
+    def texts(self, options: ReadOptions) -> Iterator[str]:
+        yield decode(self.data, self.name, self.offset, options)
 
 
-def read_options(args: argparse.Namespace) -> ReadOptions:
-    return ReadOptions(text_field=args.text_field, invalid_utf8=args.invalid_utf8, max_text_bytes=args.max_text_bytes)
+@dataclass(frozen=True)
+class LinesChunk:
+    """Whole lines of a .jsonl file."""
+
+    name: str
+    data: bytes
+    offset: int
+    first_line: int
+    bytes_read: int
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def texts(self, options: ReadOptions) -> Iterator[str]:
+        offset = self.offset
+        for number, line in enumerate(io.BytesIO(self.data), start=self.first_line):
+            text = decode(line, self.name, offset, options)
+            offset += len(line)
+            if text.strip():
+                yield json_text(text, f"{self.name}, line {number}", options)
 
 
-def find_files(inputs: Sequence[str], pattern: str | None = None, exclude: Sequence[str] = ()) -> list[Path]:
-    """The files that `inputs` (files, directories, globs) name, sorted and each once.
-
-    Args:
-        pattern: names to take from directories; None: those with a known ending.
-        exclude: a file or folder of such a name (pattern) is left out, with what lies below it.
-
-    Raises:
-        CorpusError: an input names nothing.
-    """
-    found: set[Path] = set()
-    for name in inputs:
-        root = Path(name)
-        if root.is_dir():
-            files = [file for file in root.rglob(pattern or "*") if pattern or file.name.endswith(KNOWN_ENDINGS)]
-            files = [file for file in files if not _excluded(file.relative_to(root), exclude)]
-            nothing = f"no file below {name} is named {pattern or ' or '.join('*' + ending for ending in KNOWN_ENDINGS)}; see --pattern"
-        else:
-            files = [root] if root.exists() else [Path(file) for file in glob.glob(name, recursive=True)]
-            files = [file for file in files if not _excluded(file, exclude)]
-            nothing = f"no file matches {name}"
-        matches = {file for file in files if file.is_file()}
-        if not matches:
-            raise CorpusError(nothing)
-        found |= matches
-    return sorted(found)
-
-
-def _excluded(file: Path, patterns: Sequence[str]) -> bool:
-    return any(fnmatch(part, pattern) for part in file.parts for pattern in patterns)
-
-
-def read_documents(path: Path, options: ReadOptions) -> Iterator[Document]:
+def read_documents(file: CorpusFile, options: ReadOptions) -> Iterator[Document]:
     """Documents of one file in order, without the empty ones.
 
     Raises:
-        CorpusError: bytes that are not UTF-8 (under "error"), broken JSON, compression or Parquet, a missing field.
+        CorpusError: as `read_chunks` and `Chunk.texts`.
     """
+    for chunk in read_chunks(file, options):
+        for text in chunk.texts(options):
+            if text:
+                yield Document(text, chunk.bytes_read)
+
+
+def read_chunks(file: CorpusFile, options: ReadOptions) -> Iterator[Chunk]:
+    """The file in pieces, which depend on its contents and `options` alone.
+
+    Raises:
+        CorpusError: it cannot be opened or read, is cut short, or lacks the column.
+    """
+    path = file.path
     try:
-        if path.suffix == ".parquet":
-            documents = _read_parquet(path, options)
-        elif path.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
-            documents = _read_json_lines(path, options)
-        else:
-            documents = _read_text(path, options)
-        for document in documents:
-            if document.text:
-                yield document
+        with file.open() as raw:
+            if path.endswith(".parquet"):
+                yield from read_parquet(file, raw, options, CHUNK_BYTES)
+            elif path.endswith(".arrow"):
+                yield from read_arrow(file, raw, options, CHUNK_BYTES)
+            elif path.endswith(".tar"):
+                yield from read_tar(file, raw, CHUNK_BYTES)
+            elif path.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+                yield from _read_json_lines(file, raw)
+            else:
+                yield from _read_text(file, raw, options.max_text_bytes)
     except (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile) as error:
-        raise CorpusError(f"{path} cannot be decompressed: {error}; it is damaged or incomplete: fetch it again") from error
+        raise CorpusError(f"{file.name} cannot be decompressed: {error}; it is damaged or incomplete: fetch it again") from error
     except pyarrow.ArrowException as error:
-        raise CorpusError(f"{path} cannot be read as Parquet: {error}") from error
+        kind = "Parquet" if path.endswith(".parquet") else "an Arrow table"
+        raise CorpusError(f"{file.name} cannot be read as {kind}: {error}; it is damaged, incomplete or of another kind") from error
     except OSError as error:
-        raise CorpusError(f"{path} cannot be read: {error}") from error
+        raise CorpusError(f"{file.name} cannot be read: {error}") from error
 
 
-def _read_text(path: Path, options: ReadOptions) -> Iterator[Document]:
-    with open(path, "rb") as raw, _decompressed(path, raw) as file:
-        offset = 0
-        lines: list[bytes] = []
-        size = 0
-        for line in file:
-            lines.append(line)
-            size += len(line)
-            if size >= options.max_text_bytes:
-                yield Document(_decode(b"".join(lines), path, offset, options), raw.tell())
-                offset, lines, size = offset + size, [], 0
-        yield Document(_decode(b"".join(lines), path, offset, options), raw.tell())
+def _read_json_lines(file: CorpusFile, raw: IO[bytes]) -> Iterator[LinesChunk]:
+    with _decompressed(file, raw) as lines:
+        offset, first_line = 0, 1
+        while data := lines.read(CHUNK_BYTES):
+            if not data.endswith(b"\n"):
+                data += lines.readline()
+            yield LinesChunk(file.name, data, offset, first_line, raw.tell())
+            offset += len(data)
+            first_line += data.count(b"\n")
 
 
-def _read_json_lines(path: Path, options: ReadOptions) -> Iterator[Document]:
-    with open(path, "rb") as raw, _decompressed(path, raw) as file:
-        offset = 0
-        for number, line in enumerate(file, start=1):
-            text = _decode(line, path, offset, options)
-            offset += len(line)
-            if text.strip():
-                yield Document(_json_text(text, path, number, options), raw.tell())
+def _read_text(file: CorpusFile, raw: IO[bytes], limit: int) -> Iterator[TextChunk]:
+    with _decompressed(file, raw) as text:
+        offset, carried = 0, b""
+        while data := carried + text.read(limit - len(carried)):
+            carried = b""
+            if not data.endswith(b"\n"):
+                data += text.readline(limit)
+                if len(data) >= 2 * limit and not data.endswith(b"\n"):  # hardly text: cut where a character begins
+                    cut = next((i for i in range(len(data) - 1, len(data) - 5, -1) if data[i] & 0xC0 != 0x80), len(data) - 1)
+                    data, carried = data[:cut], data[cut:]
+            yield TextChunk(file.name, data, offset, raw.tell())
+            offset += len(data)
 
 
-def _json_text(line: str, path: Path, number: int, options: ReadOptions) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise CorpusError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(row, dict) or not isinstance(row.get(options.text_field), str):
-        fields = ", ".join(row) if isinstance(row, dict) else f"none: it is a {type(row).__name__}"
-        raise CorpusError(f"{path}, line {number}: no text in the field {options.text_field!r} (fields: {fields}); see --text-field")
-    text: str = row[options.text_field]
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no UTF-8 can
-        if options.invalid_utf8 == "error":
-            place = f"{path}, line {number}: the escape \\u{ord(text[error.start]):04x} is half a surrogate pair"
-            raise CorpusError(f"{place}; {_WAY_ON}") from error
-        return "" if options.invalid_utf8 == "skip" else text.encode(errors="surrogatepass").decode(errors="replace")
-    return text
-
-
-def _read_parquet(path: Path, options: ReadOptions) -> Iterator[Document]:
-    with pyarrow.parquet.ParquetFile(path) as file:
-        if options.text_field not in file.schema_arrow.names:
-            names = ", ".join(file.schema_arrow.names)
-            raise CorpusError(f"{path} has no column {options.text_field!r} (columns: {names}); see --text-field")
-        size, rows, rows_read = path.stat().st_size, file.metadata.num_rows, 0
-        for batch in file.iter_batches(batch_size=256, columns=[options.text_field]):
-            for value in batch.column(0).cast(pyarrow.binary()).to_pylist():
-                rows_read += 1
-                yield Document(_decode(value or b"", path, 0, options, f"row {rows_read}, "), size * rows_read // rows)
-
-
-_WAY_ON = "convert the file, or pass --invalid-utf8 replace or --invalid-utf8 skip"
-
-
-def _decode(data: bytes, path: Path, offset: int, options: ReadOptions, place: str = "") -> str:
-    """Text of `data`, which starts at byte `offset` of the (decompressed) file; empty for a document to skip."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        if options.invalid_utf8 == "error":
-            position = offset + error.start
-            message = f"{path} is not UTF-8: {place}byte 0x{data[error.start]:02x} at offset {position} ({error.reason})"
-            raise CorpusError(f"{message}; {_WAY_ON}") from error
-        return "" if options.invalid_utf8 == "skip" else data.decode(errors="replace")
-
-
-def _decompressed(path: Path, raw: IO[bytes]) -> io.BufferedIOBase | IO[bytes]:
-    if path.suffix == ".gz":
+def _decompressed(file: CorpusFile, raw: IO[bytes]) -> io.BufferedIOBase | IO[bytes]:
+    if file.path.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw)
-    if path.suffix == ".zst":
+    if file.path.endswith(".zst"):
         return io.BufferedReader(_ZstdReader(raw), 1 << 17)
     return raw
 

@@ -20,7 +20,9 @@ from sentencepiece import SentencePieceTrainer
 # As a script this file's folder comes first on the path, where tokenizer.py hides the package of that name.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tokenizer.documents import CorpusError, ReadOptions, add_corpus_arguments, find_files, read_documents, read_options
+from tokenizer.corpus import CorpusFile, add_corpus_arguments, find_files, read_options
+from tokenizer.decoding import CorpusError, ReadOptions
+from tokenizer.documents import read_documents
 from tokenizer.tokenizer import END_OF_TEXT, SENTENCEPIECE_FILES, TokenizerError
 
 SETTINGS: dict[str, Any] = {
@@ -44,7 +46,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def train_tokenizer(files: Sequence[Path], vocab_size: int, options: ReadOptions) -> bytes:
+def train_tokenizer(files: Sequence[CorpusFile], vocab_size: int, options: ReadOptions) -> bytes:
     """The model file's bytes; a function of the arguments and the files' text.
 
     Raises:
@@ -54,7 +56,7 @@ def train_tokenizer(files: Sequence[Path], vocab_size: int, options: ReadOptions
     lines = _Lines(files, options)
     first = next(lines.read(), None)
     if first is None:
-        raise CorpusError(f"no text in {', '.join(map(str, files[:3]))}{' ...' if len(files) > 3 else ''}: nothing to train on")
+        raise CorpusError(f"no text in {', '.join(file.name for file in files[:3])}{' ...' if len(files) > 3 else ''}: nothing to train on")
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(sentence_iterator=lines.read(), model_writer=model, vocab_size=vocab_size, **SETTINGS)
@@ -69,7 +71,7 @@ def train_tokenizer(files: Sequence[Path], vocab_size: int, options: ReadOptions
 class _Lines:
     """The corpus by line; keeps the error that ended it, which SentencePiece turns into a RuntimeError of its own."""
 
-    def __init__(self, files: Sequence[Path], options: ReadOptions) -> None:
+    def __init__(self, files: Sequence[CorpusFile], options: ReadOptions) -> None:
         self.files, self.options = files, options
         self.error: CorpusError | None = None
 
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if path.exists() and not args.overwrite:
             raise TokenizerError(f"{path} exists; pass --overwrite to replace it, or another --output")
         files = find_files(args.input, args.pattern, args.exclude)
-        megabytes = sum(file.stat().st_size for file in files) / 1e6
+        megabytes = sum(file.size for file in files if file.size > 0) / 1e6
         print(f"training {args.vocab_size} pieces on {len(files)} files, {megabytes:.1f} MB", flush=True)
         model = train_tokenizer(files, args.vocab_size, read_options(args))
         args.output.mkdir(parents=True, exist_ok=True)

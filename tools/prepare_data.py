@@ -1,174 +1,144 @@
 """Turns text into a dataset: WebDataset tars of token blocks, split into train and validation, with an index.
 
-Input: text, .jsonl (also .gz, .zst) and .parquet files, by name, folder or glob. A document goes to the validation split by a hash of
-its text, so copies of one text stay on one side. The same input gives the same bytes, whatever the number of processes. Examples:
+Input: text, .jsonl (also .gz, .zst), .parquet, WebDataset tars of .txt or .json members, and datasets that Hugging Face saved on disk;
+by name, folder, glob or URL (any that fsspec opens). A document goes to the validation split by a hash of its text, so copies of
+one text stay on one side. The same input gives the same bytes, whatever the number of processes. Killed, and started again with the same
+arguments, it goes on from the last finished shard, to the same bytes. Examples:
 
     python tools/prepare_data.py --input corpus/ --tokenizer data/tokenizer --output data/mine
     python tools/prepare_data.py --input 'dump/*.jsonl.zst' --text-field content --tokenizer data/gpt2 --output data/dump --processes 8
+    python tools/prepare_data.py --input 's3://bucket/web/*.parquet' --deduplicate --min-characters 200 --tokenizer data/tokenizer \\
+        --output data/web --dry-run
 """
 
 import argparse
-import hashlib
-import multiprocessing
 import os
 import signal
 import sys
-import threading
-import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from pretrain.shards import DatasetError
-from tokenizer.documents import CorpusError, ReadOptions, add_corpus_arguments, find_files, read_documents, read_options
+from tokenizer.corpus import CorpusFile, add_corpus_arguments, find_files, read_options
+from tokenizer.decoding import CorpusError
 from tokenizer.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from tools.shard_writer import DatasetWriter, token_dtype
+from tools.corpus_estimate import estimate_lines, take_sample
+from tools.dataset_writer import DatasetWriter
+from tools.document_work import DocumentOptions, TokenBatch, WorkerPool
+from tools.duplicates import Duplicates, HashRuns, discard_runs, find_duplicates
+from tools.progress import Progress
+from tools.tasks import Position, Task, corpus_bytes, read_tasks
 
-BATCH_CHARACTERS = 1 << 20  # of text sent to a worker at a time
-SECONDS_BETWEEN_LINES = 10.0
-
-
-class TextBatch(NamedTuple):
-    texts: list[str]
-    bytes_read: int  # of the corpus so far
-
-
-class TokenBatch(NamedTuple):
-    """Encoded documents, one after the other, each with its EOS."""
-
-    tokens: np.ndarray  # of the dataset's dtype
-    ends: np.ndarray  # int64 [documents]
-    is_validation: list[bool]
-    bytes_read: int
+HASHING = "hashing.state"
+LEFT_OUT = ("too_short", "too_long", "duplicates")
 
 
-class Encoder:
-    """Encodes batches of documents. Made once in each worker process."""
+def compare_documents(writer: DatasetWriter, pool: WorkerPool, files: Sequence[CorpusFile], options: DocumentOptions) -> Path:
+    """Finds the duplicates in the corpus, before anything is encoded; returns the folder of the result."""
+    directory = writer.work.path / "hashes"
+    saved = writer.work.load(HASHING)
+    state: dict[str, Any] = saved[0] if saved else {"complete": False, "position": Position(), "runs": 0, "tasks": 0, "documents": 0}
+    if state["complete"]:
+        return directory
+    end = Position(*state["position"])
+    runs = HashRuns(directory, state["runs"], state["tasks"], state["documents"])
 
-    def __init__(self, tokenizer: Tokenizer, validation_fraction: float) -> None:
-        self._tokenizer = tokenizer
-        self._dtype = token_dtype(tokenizer.vocab_size)
-        self._validation_below = int(validation_fraction * 2**64)
+    def save(complete: bool) -> None:
+        written = {"runs": runs.runs, "tasks": runs.tasks, "documents": runs.documents}
+        writer.work.save(HASHING, {"complete": complete, "position": end, **written})
 
-    def encode(self, batch: TextBatch) -> TokenBatch:
-        documents = [np.array([*self._tokenizer.encode(text), self._tokenizer.eos_id], self._dtype) for text in batch.texts]
-        ends = np.cumsum([len(document) for document in documents])
-        return TokenBatch(np.concatenate(documents), ends, [self._is_validation(text) for text in batch.texts], batch.bytes_read)
-
-    def _is_validation(self, text: str) -> bool:
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") < self._validation_below
-
-
-def read_batches(files: Iterable[Path], options: ReadOptions) -> Iterator[TextBatch]:
-    """Batches of about BATCH_CHARACTERS of text, whose limits depend on the corpus alone."""
-    texts: list[str] = []
-    characters = bytes_before = bytes_read = 0
-    for file in files:
-        for document in read_documents(file, options):
-            texts.append(document.text)
-            characters += len(document.text)
-            bytes_read = bytes_before + document.bytes_read
-            if characters >= BATCH_CHARACTERS:
-                yield TextBatch(texts, bytes_read)
-                texts, characters = [], 0
-        bytes_before += file.stat().st_size
-    if texts:
-        yield TextBatch(texts, bytes_read)
+    with Progress(corpus_bytes(files), "comparing documents", corpus_bytes(files[: end.file])) as progress:
+        documents = runs.documents
+        for done in pool.hashes(read_tasks(files, options.read, end)):
+            documents += len(done.result)
+            end = done.end
+            if runs.add(done.result):
+                save(complete=False)
+            progress.advance(done.bytes_read, f"{documents:,} documents")
+        runs.write_run()
+    with Progress(runs.documents * 24, "comparing hashes") as progress:
+        for share in find_duplicates(directory, runs.runs, runs.documents):
+            progress.advance(int(share * runs.documents * 24), f"{runs.runs} runs")
+    save(complete=True)
+    discard_runs(directory)
+    return directory
 
 
-def encode_in_order(batches: Iterator[TextBatch], tokenizer: Tokenizer, validation_fraction: float, processes: int) -> Iterator[TokenBatch]:
-    """Encodes with `processes` workers (1: in this process), a few batches ahead, and yields in the order of `batches`."""
-    if processes == 1:
-        yield from map(Encoder(tokenizer, validation_fraction).encode, batches)
-        return
-    with ProcessPoolExecutor(
-        processes,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenizer.files[0].parent, validation_fraction),
-    ) as pool:
-        waiting: deque[Future[TokenBatch]] = deque()
-        try:
-            for batch in batches:
-                waiting.append(pool.submit(_encode_in_worker, batch))
-                if len(waiting) > 2 * processes:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+def encode_documents(
+    writer: DatasetWriter,
+    pool: WorkerPool,
+    files: Sequence[CorpusFile],
+    options: DocumentOptions,
+    hashes: Path | None,
+    state: dict[str, Any] | None,
+) -> dict[str, int]:
+    """Writes the encoded corpus into the writer's splits; returns how many documents were left out, and why.
 
-
-_encoder: Encoder  # of a worker process, which has no other place for it
-
-
-def _start_worker(tokenizer_directory: Path, validation_fraction: float) -> None:
-    global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the main process ends the workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoder = Encoder(load_tokenizer(tokenizer_directory), validation_fraction)
-
-
-def _end_with_parent() -> None:
-    """A pool's idle worker does not see that its parent was killed; it would wait forever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _encode_in_worker(batch: TextBatch) -> TokenBatch:
-    return _encoder.encode(batch)
-
-
-class Progress:
-    """How far the corpus is read: a bar on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, total_bytes: int) -> None:
-        self._total, self._read, self._tokens = total_bytes, 0, 0
-        self._start = self._last_line = time.monotonic()
-        self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
-
-    def advance(self, bytes_read: int, tokens: int) -> None:
-        self._bar.update(bytes_read - self._read)
-        self._read = bytes_read
-        self._tokens += tokens
-        self._bar.set_postfix_str(f"{self._tokens / 1e6:.1f} M tokens", refresh=False)
-        now = time.monotonic()
-        if self._bar.disable and now - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            rate = self._read / 1e6 / (now - self._start)
-            print(f"{self._read / self._total:.0%}, {self._tokens / 1e6:.1f} M tokens, {rate:.1f} MB/s", flush=True)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-def prepare(writer: DatasetWriter, files: Sequence[Path], batches: Iterator[TokenBatch]) -> None:
-    """Writes the encoded corpus into `writer`'s splits.
+    Args:
+        hashes: folder of `compare_documents`; None: duplicates stay.
+        state: of the last checkpoint of a command that was stopped.
 
     Raises:
         CorpusError: no document, or none for the train split.
     """
-    progress = Progress(sum(file.stat().st_size for file in files))
+    start = Position(*state["position"]) if state else Position()
+    left_out = state["left_out"] if state else dict.fromkeys(LEFT_OUT, 0)
     train, validation = writer.splits["train"], writer.splits["validation"]
-    try:
-        for batch in batches:
-            for document, is_validation in zip(np.split(batch.tokens, batch.ends[:-1]), batch.is_validation, strict=True):
-                (validation if is_validation else train).add(document)
-            progress.advance(batch.bytes_read, len(batch.tokens))
-    finally:
-        progress.close()
+    duplicates = Duplicates(hashes, start.tasks) if hashes else None
+
+    def tasks() -> Iterator[tuple[Task, np.ndarray | None]]:
+        for task in read_tasks(files, options.read, start):
+            yield task, duplicates.next_task() if duplicates else None
+
+    with Progress(corpus_bytes(files), "encoding" if hashes else "", corpus_bytes(files[: start.file])) as progress:
+        for done in pool.encode(tasks()):
+            batch: TokenBatch = done.result
+            shards = len(train.shards) + len(validation.shards)
+            for document, is_validation, text_bytes in zip(
+                np.split(batch.tokens, batch.ends[:-1]), batch.is_validation.tolist(), batch.text_bytes.tolist(), strict=False
+            ):
+                (validation if is_validation else train).add(document, text_bytes)
+            left_out = {reason: left_out[reason] + getattr(batch, reason) for reason in LEFT_OUT}
+            if len(train.shards) + len(validation.shards) > shards:
+                writer.checkpoint({"position": done.end, "left_out": left_out})
+            progress.advance(done.bytes_read, f"{(train.tokens + validation.tokens) / 1e6:.1f} M tokens")
     if not train.documents:
-        reason = "every document fell to the validation split; lower --validation-fraction" if validation.documents else "it holds no text"
-        raise CorpusError(f"nothing to train on in the corpus of {len(files)} files: {reason}")
+        reason = "it holds no text"
+        if validation.documents:
+            reason = "every document fell to the validation split; lower --validation-fraction"
+        elif any(left_out.values()):
+            reason = f"every document was left out ({', '.join(f'{count} {reason}' for reason, count in left_out.items() if count)})"
+        raise CorpusError(f"nothing to train on in the corpus of {len(files)} files: {reason.replace('_', ' ')}")
+    return left_out
+
+
+def summarize(writer: DatasetWriter, left_out: dict[str, int]) -> dict[str, Any]:
+    """What `summary.json` holds."""
+    splits = {
+        name: {
+            "documents": split.documents,
+            "tokens": split.tokens,
+            "text_bytes": split.text_bytes,
+            "bytes_per_token": round(split.text_bytes / max(1, split.tokens), 4),
+            "longest_document_tokens": split.longest,
+        }
+        for name, split in writer.splits.items()
+    }
+    return {"left_out": left_out, "splits": splits}
+
+
+def print_summary(writer: DatasetWriter, summary: dict[str, Any]) -> None:
+    for name, split in summary["splits"].items():
+        more = f"{split['bytes_per_token']:.3f} bytes a token, longest document {split['longest_document_tokens']} tokens"
+        shards = len(writer.splits[name].shards)
+        print(f"{name}: {split['documents']} documents, {split['tokens']} tokens, {shards} shards" + (f", {more}" if shards else ""))
+    left_out = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in summary["left_out"].items() if count)
+    if left_out:
+        print(f"left out: {left_out}")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -177,25 +147,61 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, required=True, metavar="DIR", help="SentencePiece's or GPT-2's files")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the dataset's directory, new or empty")
     parser.add_argument("--overwrite", action="store_true", help="replace a dataset that is already there")
+    parser.add_argument("--dry-run", action="store_true", help="estimate size and time from a sample, and write nothing")
     parser.add_argument("--source", default="text", metavar="NAME", help="the corpus' name, kept in the shards (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="that tokenize (default: %(default)s)")
+    parser.add_argument(
+        "--deduplicate",
+        action="store_true",
+        help="keep the first of documents with equal text; reads the corpus twice, 24 bytes of disk each",
+    )
+    parser.add_argument("--min-characters", type=int, default=1, metavar="N", help="leave shorter documents out (default: %(default)s)")
+    parser.add_argument("--max-characters", type=int, metavar="N", help="leave longer documents out (default: keep them)")
     parser.add_argument("--validation-fraction", type=float, default=0.01, metavar="F", help="of the documents (default: %(default)s)")
     parser.add_argument("--block-tokens", type=int, default=1 << 20, metavar="N", help="least size of a block (default: %(default)s)")
     parser.add_argument("--shard-tokens", type=int, default=1 << 26, metavar="N", help="least size of a full shard (default: %(default)s)")
     args = parser.parse_args(arguments)
-    for name in ("processes", "block_tokens", "shard_tokens", "max_text_bytes"):
+    for name in ("processes", "block_tokens", "shard_tokens", "max_text_bytes", "min_characters"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if args.max_characters is not None and args.max_characters < args.min_characters:
+        parser.error(f"--max-characters {args.max_characters} is below --min-characters {args.min_characters}: no document would be kept")
     if not 0 <= args.validation_fraction < 1:
         parser.error(f"--validation-fraction must be at least 0 and below 1, not {args.validation_fraction}")
     return args
 
 
+def document_options(args: argparse.Namespace) -> DocumentOptions:
+    return DocumentOptions(read_options(args), args.min_characters, args.max_characters, args.validation_fraction)
+
+
+def prepare(args: argparse.Namespace, writer: DatasetWriter, files: Sequence[CorpusFile], tokenizer: Tokenizer) -> None:
+    """Makes the dataset, or what is left to make of it."""
+    options = document_options(args)
+    names = ("text_field", "invalid_utf8", "max_text_bytes", "min_characters", "max_characters", "validation_fraction", "deduplicate")
+    settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    state = writer.begin(settings, [(file.path, file.size, file.stamp) for file in files])
+    if state:
+        kept = sum(len(split.shards) for split in writer.splits.values())
+        print(f"going on after {kept} finished shards, whose contents are as they were", flush=True)
+    with WorkerPool(args.processes, tokenizer, options) as pool:
+        hashes = compare_documents(writer, pool, files, options) if args.deduplicate else None
+        left_out = encode_documents(writer, pool, files, options, hashes, state)
+    summary = summarize(writer, left_out)
+    writer.finish(summary)
+    print_summary(writer, summary)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
+    writer = None
     try:
         files = find_files(args.input, args.pattern, args.exclude)
         tokenizer = load_tokenizer(args.tokenizer)
+        if args.dry_run:
+            sample = take_sample(files, tokenizer, document_options(args), deduplicate=args.deduplicate)
+            print("\n".join(estimate_lines(files, sample, tokenizer, processes=args.processes, deduplicate=args.deduplicate)))
+            return 0
         with DatasetWriter(
             args.output,
             tokenizer,
@@ -204,23 +210,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shard_tokens=args.shard_tokens,
             overwrite=args.overwrite,
         ) as writer:
-            batches = encode_in_order(read_batches(files, read_options(args)), tokenizer, args.validation_fraction, args.processes)
-            prepare(writer, files, batches)
-            writer.finish()
+            prepare(args, writer, files, tokenizer)
     except (CorpusError, TokenizerError, DatasetError) as error:
-        return fail(str(error))
+        return fail(str(error) + (kept(writer) if isinstance(error, CorpusError) else ""))
     except BrokenProcessPool:
-        return fail("a worker process died, most often because memory ran out; use fewer --processes")
+        return fail("a worker process died, most often because memory ran out; use fewer --processes" + kept(writer))
     except OSError as error:
-        return fail(f"cannot write {args.output}: {error}; no dataset was made there, free space or choose another --output and run again")
+        outcome = kept(writer) or "; no dataset was made there"
+        return fail(f"cannot write {args.output}: {error}{outcome}; free space or choose another --output, and run again")
     except KeyboardInterrupt:
-        return fail("interrupted; no dataset was made", 130)
-    for split, written in writer.splits.items():
-        print(f"{split}: {written.documents} documents, {written.tokens} tokens, {len(written.shards)} shards")
+        return fail("interrupted" + (kept(writer) or "; no dataset was made"), 130)
     if args.validation_fraction and not writer.splits["validation"].documents:
         print("warning: no document fell to the validation split; use a larger --validation-fraction or a smaller --max-text-bytes")
     print(f"wrote {args.output}")
     return 0
+
+
+def kept(writer: DatasetWriter | None) -> str:
+    if writer is None or not writer.work.has_state:
+        return ""
+    return f"; what was finished is kept in {writer.directory}, and the same command goes on from there"
 
 
 def fail(message: str, code: int = 1) -> int:

@@ -1,46 +1,35 @@
-"""Writes a dataset directory: tars of token blocks, the columns and the index that `pretrain/shards.py` reads.
+"""Writes the shards of a split, tars of token blocks, and the columns of its blocks, that `pretrain/shards.py` reads.
 
-Responsible for bytes on disk; not for where tokens come from. The one fact to know: everything is written below `DIR/.partial` and
-moved into place at the end, `index.json` last, so that a directory with an index is complete whatever happened before.
+Responsible for bytes on disk; not for where tokens come from, nor for the directory around them (`dataset_writer.py`). The one fact to
+know: a writer's `state`, given to `restore` in another process, leads to the same bytes as if nothing had come between.
 """
 
 import hashlib
-import json
 import os
-import shutil
 import tarfile
 import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import IO, Any, Literal
 
 import numpy as np
 
 from pretrain.shards import (
     COLUMNS,
-    FORMAT,
-    SPLITS,
-    TOKENIZER_FOLDER,
-    VERSION,
     DatasetError,
     Shard,
     canonical_json,
     chunk_crcs,
     columns_file,
-    index_json,
 )
-from tokenizer.tokenizer import Tokenizer
+from tools.restart import START_OVER
 
 TAR_BLOCK = 512  # a tar's headers and contents start at multiples of it
 TAR_END = bytes(2 * TAR_BLOCK)
-PARTIAL = ".partial"  # being written
-COMPLETE = ".complete"  # written, to be moved into place
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+ROW = np.dtype(("<u8", len(COLUMNS)))
+ROWS_AT_ONCE = 1 << 16
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -72,25 +61,37 @@ class SplitWriter:
     """Writes documents of one split into blocks, and blocks into shards.
 
     Args:
+        directory: gets the shards.
+        work: gets the rows of the columns, block by block, until they are complete.
         block_tokens: a block ends with the document that reaches this.
         shard_tokens: a shard ends with the block that reaches this.
+        resumed: the rows are those of an earlier writer, whose state `restore` will be given.
+
+    Attributes:
+        text_bytes: of all documents, in UTF-8.
+        longest: tokens of the longest document, with its EOS.
     """
 
-    def __init__(self, directory: Path, split: str, source: str, dtype: np.dtype, block_tokens: int, shard_tokens: int) -> None:
+    def __init__(
+        self, directory: Path, work: Path, split: str, source: str, dtype: np.dtype, block_tokens: int, shard_tokens: int, *, resumed: bool
+    ) -> None:
         self._directory, self._split, self._source, self._dtype = directory, split, source, dtype
         self._block_tokens, self._shard_tokens = block_tokens, shard_tokens
         self._pending: list[np.ndarray] = []
         self._pending_tokens = 0
-        self._rows: list[tuple[int, ...]] = []  # of COLUMNS
+        self._blocks = 0
+        self._rows = open(work / f"{split}.rows.bin", "rb+" if resumed else "wb+")  # noqa: SIM115, closed in `close`
         self._shard: _ShardFile | None = None
         self.shards: list[Shard] = []
-        self.documents = self.tokens = 0
+        self.documents = self.tokens = self.text_bytes = self.longest = 0
 
-    def add(self, document: np.ndarray) -> None:
+    def add(self, document: np.ndarray, text_bytes: int) -> None:
         """Appends a document: its tokens with the final EOS, [tokens] of the writer's dtype."""
         self._pending.append(document)
         self.documents += 1
         self.tokens += len(document)
+        self.text_bytes += text_bytes
+        self.longest = max(self.longest, len(document))
         self._pending_tokens += len(document)
         if self._pending_tokens >= self._block_tokens:
             self._write_block()
@@ -101,9 +102,47 @@ class SplitWriter:
             self._write_block()
         if self._shard is not None:
             self._close_shard(self._shard)
-        columns = np.array(self._rows, "<u8").reshape(-1, len(COLUMNS)).T.tobytes()
-        write_synced(self._directory / columns_file(self._split), columns)
-        return {"shards": [asdict(shard) for shard in self.shards], "columns_sha256": hashlib.sha256(columns).hexdigest()}
+        return {"shards": [asdict(shard) for shard in self.shards], "columns_sha256": self._write_columns()}
+
+    @property
+    def files(self) -> set[str]:
+        """Names of the shards, finished or not."""
+        return {shard.name for shard in self.shards} | ({self._shard.name} if self._shard else set())
+
+    def state(self) -> tuple[dict[str, Any], bytes]:
+        """All that is needed to go on from here, once the files that it speaks of are synced, which this does.
+
+        The bytes are the tokens of the block that is being collected.
+        """
+        _sync(self._rows)
+        shard = self._shard.sync() if self._shard else None
+        state = {
+            "shards": [asdict(shard) for shard in self.shards],
+            "open_shard": asdict(shard) if shard else None,
+            "blocks": self._blocks,
+            "pending": [len(document) for document in self._pending],
+            **{name: getattr(self, name) for name in ("documents", "tokens", "text_bytes", "longest")},
+        }
+        return state, b"".join(document.tobytes() for document in self._pending)
+
+    def restore(self, state: dict[str, Any], pending: bytes) -> None:
+        """Goes on from `state`; what was written later is cut off, or written over.
+
+        Raises:
+            DatasetError: what was written before is not there as it was.
+        """
+        self.shards = [Shard(**shard) for shard in state["shards"]]
+        _check_shards(self._directory, self.shards)
+        self._shard = _ShardFile.resumed(self._directory, Shard(**state["open_shard"])) if state["open_shard"] else None
+        self._blocks = state["blocks"]
+        if self._rows.seek(0, os.SEEK_END) < self._blocks * ROW.itemsize:
+            raise DatasetError(f"{self._rows.name} is shorter than when the command was stopped: {START_OVER}")
+        self._rows.truncate(self._rows.seek(self._blocks * ROW.itemsize))
+        self._pending_tokens = sum(state["pending"])
+        if state["pending"]:
+            self._pending = np.split(np.frombuffer(pending, self._dtype), np.cumsum(state["pending"])[:-1])
+        for name in ("documents", "tokens", "text_bytes", "longest"):
+            setattr(self, name, state[name])
 
     def _write_block(self) -> None:
         if self._shard is None:
@@ -112,10 +151,11 @@ class SplitWriter:
         tokens = np.concatenate(self._pending).tobytes()
         description = block_json(self._source, self._pending_tokens, len(self._pending))
         crcs = [*chunk_crcs(tokens, self._dtype.itemsize), zlib.crc32(ends), zlib.crc32(description)]
-        key = block_key(len(self._rows))
+        key = block_key(self._blocks)
         contents = {"crc.bin": np.array(crcs, "<u4").tobytes(), "doc.bin": ends, "json": description, "tok.bin": tokens}
         offsets = [self._shard.append(f"{key}.{ending}", content) for ending, content in contents.items()]
-        self._rows.append((self._pending_tokens, len(self._pending), *offsets))
+        self._rows.write(np.array([(self._pending_tokens, len(self._pending), *offsets)], "<u8").tobytes())
+        self._blocks += 1
         self._shard.tokens += self._pending_tokens
         self._shard.documents += len(self._pending)
         self._shard.blocks += 1
@@ -127,15 +167,47 @@ class SplitWriter:
         self.shards.append(shard.close())
         self._shard = None
 
+    def _write_columns(self) -> str:
+        """Turns the rows into columns, a part at a time; returns the sha256."""
+        self._rows.flush()
+        digest = hashlib.sha256()
+        with open(self._directory / columns_file(self._split), "wb") as file:
+            for column in range(len(COLUMNS)):
+                for start in range(0, self._blocks, ROWS_AT_ONCE):
+                    rows = np.fromfile(self._rows.name, ROW, min(ROWS_AT_ONCE, self._blocks - start), offset=start * ROW.itemsize)
+                    data = rows[:, column].tobytes()
+                    digest.update(data)
+                    file.write(data)
+            _sync(file)
+        self._rows.close()
+        return digest.hexdigest()
+
 
 class _ShardFile:
     """A tar being written, hashed on the way."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = open(path, "wb")  # noqa: SIM115, closed in `close`
+    def __init__(self, path: Path, mode: Literal["wb", "rb+"] = "wb") -> None:
+        self._path, self.name = path, path.name
+        self._file = open(path, mode)  # noqa: SIM115, closed in `close`
         self._sha256 = hashlib.sha256()
         self._size = self.tokens = self.documents = self.blocks = 0
+
+    @classmethod
+    def resumed(cls, directory: Path, shard: Shard) -> "_ShardFile":
+        """One of which `shard` was written."""
+        path = directory / shard.name
+        try:
+            file = cls(path, "rb+")
+        except FileNotFoundError:
+            raise DatasetError(f"{path} was removed after the command was stopped: {START_OVER}") from None
+        file._file.truncate(shard.bytes)
+        with open(path, "rb") as written:
+            file._sha256 = hashlib.file_digest(written, hashlib.sha256)
+        file._file.seek(shard.bytes)
+        if file._sha256.hexdigest() != shard.sha256:
+            raise DatasetError(f"{path} is not as it was when the command was stopped: {START_OVER}")
+        file._size, file.tokens, file.documents, file.blocks = shard.bytes, shard.tokens, shard.documents, shard.blocks
+        return file
 
     def append(self, name: str, content: bytes) -> int:
         """Appends a member; returns where its contents begin."""
@@ -145,12 +217,16 @@ class _ShardFile:
         self._write(bytes(padding(len(content))))
         return offset
 
+    def sync(self) -> Shard:
+        """What there is so far, and is on disk from now on."""
+        _sync(self._file)
+        return Shard(self.name, self._size, self._sha256.hexdigest(), self.tokens, self.documents, self.blocks)
+
     def close(self) -> Shard:
         self._write(TAR_END)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        shard = self.sync()
         self._file.close()
-        return Shard(self._path.name, self._size, self._sha256.hexdigest(), self.tokens, self.documents, self.blocks)
+        return shard
 
     def _write(self, data: bytes) -> None:
         self._file.write(data)
@@ -158,83 +234,27 @@ class _ShardFile:
         self._size += len(data)
 
 
-def move_into_place(directory: Path) -> None:
-    """Replaces the dataset in `directory`, if any, by the one in its folder COMPLETE. Goes on where an earlier call was killed."""
-    complete = directory / COMPLETE
-    content = json.loads((complete / "index.json").read_bytes())
-    shards = {shard["name"] for split in content["splits"].values() for shard in split["shards"]}
-    (directory / "index.json").unlink(missing_ok=True)  # first out, last in
-    for split in SPLITS:
-        for old in directory.glob(f"{split}-*.tar"):
-            if old.name not in shards:
-                old.unlink()
-    for path in sorted(complete.iterdir(), key=lambda path: path.name == "index.json"):
-        target = directory / path.name
-        if target.is_dir():
-            shutil.rmtree(target)
-        path.rename(target)
-    complete.rmdir()
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
-class DatasetWriter:
-    """A dataset directory in the making; a context manager that leaves either a complete dataset or what was there before.
-
-    Cut short while `finish` moves files, it leaves neither for the moment: the next writer for the directory ends the move first.
+def _check_shards(directory: Path, shards: Sequence[Shard]) -> None:
+    """Compares finished shards with their sha256, some at a time.
 
     Raises:
-        DatasetError: `directory` holds a dataset and `overwrite` is False, holds something else, or is being written by another process.
+        DatasetError: one differs.
     """
 
-    def __init__(
-        self, directory: Path, tokenizer: Tokenizer, *, source: str, block_tokens: int, shard_tokens: int, overwrite: bool = False
-    ) -> None:
-        self.directory, self._tokenizer, self._source = directory, tokenizer, source
-        self._check_target(overwrite)
-        self._partial = directory / PARTIAL
-        self._partial.mkdir(parents=True)
-        self.dtype = token_dtype(tokenizer.vocab_size)
-        self.splits = {split: SplitWriter(self._partial, split, source, self.dtype, block_tokens, shard_tokens) for split in SPLITS}
+    def damage(shard: Shard) -> str | None:
+        try:
+            with open(directory / shard.name, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            return f"{directory / shard.name} cannot be read ({error.strerror})"
+        return None if found == shard.sha256 else f"{directory / shard.name} is damaged: sha256 expected {shard.sha256}, found {found}"
 
-    def _check_target(self, overwrite: bool) -> None:
-        if not self.directory.exists():
-            return
-        if (self.directory / COMPLETE / "index.json").exists():
-            move_into_place(self.directory)
-        if (self.directory / PARTIAL).exists():
-            raise DatasetError(
-                f"{self.directory / PARTIAL} exists: another command is writing there, or one was killed; then remove it and run again"
-            )
-        if (self.directory / "index.json").exists():
-            if not overwrite:
-                raise DatasetError(f"{self.directory} already holds a dataset; pass --overwrite to replace it, or another --output")
-        elif not self.directory.is_dir() or any(self.directory.iterdir()):
-            raise DatasetError(f"{self.directory} is not empty and holds no dataset (no index.json): choose another --output")
-
-    def __enter__(self) -> "DatasetWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._partial, ignore_errors=True)
-        if not any(self.directory.iterdir()):
-            self.directory.rmdir()
-
-    def finish(self) -> None:
-        """Writes the index and moves everything into place, in place of an older dataset."""
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "source": self._source,
-            "dtype": self.dtype.name,
-            "vocab_size": self._tokenizer.vocab_size,
-            "eos_id": self._tokenizer.eos_id,
-            "tokenizer_files": [file.name for file in self._tokenizer.files],
-            "tokenizer_sha256": self._tokenizer.fingerprint,
-            "splits": {split: writer.close() for split, writer in self.splits.items()},
-        }
-        (self._partial / TOKENIZER_FOLDER).mkdir()
-        for file in self._tokenizer.files:
-            write_synced(self._partial / TOKENIZER_FOLDER / file.name, file.read_bytes())
-        write_synced(self._partial / "index.json", index_json(content))
-
-        self._partial.rename(self.directory / COMPLETE)  # from here on the new dataset is the one that stays
-        move_into_place(self.directory)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for line in pool.map(damage, shards):
+            if line:
+                raise DatasetError(f"{line}, since the command was stopped: {START_OVER}")

@@ -6,7 +6,8 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 
 from tokenizer import train
-from tokenizer.documents import ReadOptions
+from tokenizer.corpus import local_file
+from tokenizer.decoding import ReadOptions
 from tokenizer.train import main, train_tokenizer
 
 
@@ -20,13 +21,13 @@ def test_special_pieces_are_spelled_as_no_text_is_and_there_is_no_bos(tokenizer_
 def test_a_corpus_full_of_special_spellings_does_not_break_training(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("one <|endoftext|> two <|pad|> three <|unk|> four\n" * 500)
-    model = train_tokenizer([text], 290, ReadOptions())
+    model = train_tokenizer([local_file(text)], 290, ReadOptions())
     processor = SentencePieceProcessor(model_proto=model)
     assert processor.eos_id() not in processor.encode("<|endoftext|>")
 
 
 def test_the_same_corpus_gives_the_same_bytes(corpus: Path) -> None:
-    assert train_tokenizer([corpus], 400, ReadOptions()) == train_tokenizer([corpus], 400, ReadOptions())
+    assert train_tokenizer([local_file(corpus)], 400, ReadOptions()) == train_tokenizer([local_file(corpus)], 400, ReadOptions())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from model.config import GRTConfig
 from pretrain.checkpoint_reader import FORMAT, MANIFEST, file_sha256, sign_manifest
-from tokenizer.documents import ReadOptions
+from tokenizer.corpus import local_file
+from tokenizer.decoding import ReadOptions
 from tokenizer.tokenizer import load_tokenizer
 from tokenizer.train import train_tokenizer
 from tools.convert_to_hf import export_config, export_name, export_tensor
@@ -56,7 +57,7 @@ def exported_model(config: GRTConfig, parameters: dict[str, Tensor], dtype: torc
 def train_small_tokenizer(directory: Path, vocab_size: int) -> Path:
     """A SentencePiece tokenizer trained on a module of the standard library."""
     directory.mkdir()
-    (directory / "tokenizer.model").write_bytes(train_tokenizer([Path(argparse.__file__)], vocab_size, ReadOptions()))
+    (directory / "tokenizer.model").write_bytes(train_tokenizer([local_file(argparse.__file__)], vocab_size, ReadOptions()))
     return directory
 
 

@@ -11,16 +11,22 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import fsspec
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import webdataset
 
 from pretrain.shards import TokenReader, open_dataset
 from tests.conftest import DATASET_ARGUMENTS
+from tests.tokenizer.test_documents import write_arrow, write_tar
+from tokenizer import documents
 from tokenizer.tokenizer import load_tokenizer
-from tools import prepare_data
+from tools import corpus_estimate, duplicates, prepare_data, progress
+from tools.dataset_writer import DatasetWriter
 from tools.prepare_data import main
-from tools.shard_writer import DatasetWriter
+from tools.shard_writer import token_dtype
 
 Files = dict[str, bytes]
 
@@ -88,14 +94,14 @@ def test_tars_have_sorted_members_and_nothing_of_the_machine(dataset: Path) -> N
 def test_the_same_input_gives_the_same_bytes_whatever_the_processes(
     run: Callable[..., int], dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: str
 ) -> None:
-    monkeypatch.setattr(prepare_data, "BATCH_CHARACTERS", 10_000)  # several batches for each worker
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 10_000)  # several tasks for each worker
     assert run("--processes", processes) == 0
     assert files(tmp_path / "out") == files(dataset)
 
 
 def test_a_wide_vocabulary_is_stored_in_four_bytes() -> None:
-    assert prepare_data.token_dtype(65536).itemsize == 2
-    assert prepare_data.token_dtype(65537).itemsize == 4
+    assert token_dtype(65536).itemsize == 2
+    assert token_dtype(65537).itemsize == 4
 
 
 def test_an_existing_dataset_is_kept_unless_told(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,8 +308,8 @@ def test_memory_does_not_grow_with_the_corpus(tokenizer_directory: Path, tmp_pat
 def test_plain_lines_replace_the_bar_when_there_is_no_terminal(
     run: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prepare_data, "SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr(prepare_data, "BATCH_CHARACTERS", 50_000)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 50_000)
     assert run() == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -319,3 +325,101 @@ def test_the_bar_appears_on_a_terminal(run: Callable[..., int], monkeypatch: pyt
     monkeypatch.setattr(sys, "stderr", terminal)
     assert run() == 0
     assert "M tokens" in terminal.getvalue()
+
+
+def write_lines(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def test_the_first_of_equal_documents_is_kept(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(duplicates, "RUN_DOCUMENTS", 7)
+    texts = [f"document {number % 40} of forty" for number in range(100)]
+    write_lines(tmp_path / "a.jsonl", texts[:55])
+    write_lines(tmp_path / "b.jsonl", texts[55:])
+    assert run("--input", str(tmp_path / "*.jsonl"), "--deduplicate") == 0
+    assert "left out: 60 duplicates" in capsys.readouterr().out
+    kept = documents_of(tmp_path / "out", "train") + documents_of(tmp_path / "out", "validation")
+    assert sorted(kept) == sorted(set(texts))
+    train = documents_of(tmp_path / "out", "train")
+    assert train == [text for text in texts[:40] if text in train]
+
+
+def test_a_corpus_without_duplicates_gives_the_same_bytes_with_and_without_the_search(run: Callable[..., int], tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", [f"document {number}" for number in range(500)])
+    assert run("--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "plain")) == 0
+    assert run("--input", str(tmp_path / "a.jsonl"), "--deduplicate", "--processes", "2") == 0
+    assert files(tmp_path / "out") == files(tmp_path / "plain")
+
+
+def test_documents_are_left_out_by_length(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines(tmp_path / "a.jsonl", ["é" * length for length in range(1, 21)])
+    lengths = ["--min-characters", "5", "--max-characters", "12", "--validation-fraction", "0"]
+    assert run("--input", str(tmp_path / "a.jsonl"), *lengths) == 0
+    assert [len(text) for text in documents_of(tmp_path / "out", "train")] == list(range(5, 13))
+    assert "left out: 4 too short, 8 too long" in capsys.readouterr().out
+
+
+def test_a_filter_that_leaves_nothing_is_said(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--min-characters", "10000000") == 1
+    assert "every document was left out (1" in capsys.readouterr().err
+
+
+def test_the_summary_counts_what_is_in_the_shards(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    printed = capsys.readouterr().out
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
+    for split, numbers in summary["splits"].items():
+        texts = documents_of(tmp_path / "out", split)
+        lengths = [len(tokenizer.encode(text)) + 1 for text in texts]
+        assert (numbers["documents"], numbers["tokens"], numbers["longest_document_tokens"]) == (len(texts), sum(lengths), max(lengths))
+        assert numbers["text_bytes"] == sum(len(text.encode()) for text in texts)
+        assert numbers["bytes_per_token"] == round(numbers["text_bytes"] / numbers["tokens"], 4)
+        assert f"{split}: {len(texts)} documents, {sum(lengths)} tokens" in printed
+
+
+def test_a_dry_run_estimates_and_writes_nothing(
+    run: Callable[..., int], dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--dry-run", "--deduplicate", "--processes", "8") == 0
+    out = capsys.readouterr().out
+    splits = json.loads((dataset / "summary.json").read_bytes())["splits"].values()
+    assert f"about {sum(split['documents'] for split in splits):,} documents" in out
+    assert f"{sum(split['tokens'] for split in splits) / 1e6:.1f} M tokens" in out
+    assert "time: about" in out and "with 8 processes" in out and "to find duplicates" in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_extrapolates_from_a_part(
+    run: Callable[..., int], dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 5_000)
+    monkeypatch.setattr(corpus_estimate, "SAMPLE_CHUNKS", 10)
+    assert run("--dry-run") == 0
+    estimate = float(capsys.readouterr().out.partition(" M tokens")[0].rpartition(" ")[2])
+    index = open_dataset(dataset)
+    tokens = index.token_count("train") + index.token_count("validation")
+    assert 0.5 < estimate * 1e6 / tokens < 2
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.tar", "saved", "memory"])
+def test_every_kind_of_input_gives_the_same_dataset(
+    run: Callable[..., int], corpus: Path, dataset: Path, tmp_path: Path, name: str
+) -> None:
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    path = tmp_path / name
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    elif name == "a.tar":
+        write_tar(path, {f"{number}.txt": text.encode() for number, text in enumerate(texts)})
+    elif name == "saved":
+        path.mkdir()
+        write_arrow(path / "data-00000-of-00001.arrow", [pyarrow.record_batch({"text": texts})])
+        (path / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    else:
+        fsspec.filesystem("memory").pipe("/corpus.jsonl", corpus.read_bytes())
+    assert run("--input", "memory://*.jsonl" if name == "memory" else str(path)) == 0
+    assert files(tmp_path / "out") == files(dataset)
