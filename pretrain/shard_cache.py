@@ -40,6 +40,7 @@ from tokenizer.fingerprint import files_sha256
 
 FOLDER = "dataset-cache-"  # and the first digits of a fingerprint; nothing else in the directory is touched
 PARTIAL = ".partial"
+DEFAULT_DIRECTORY = "/var/tmp/grt-shards"
 HEARTBEAT_SECONDS = 60.0  # how often a reader marks the shards of its windows as in use
 IN_USE_SECONDS = 180.0  # a shard that was marked this lately is not evicted for one that is only fetched ahead
 WAIT_SECONDS = 600.0  # for another process that holds a shard's lock and makes no progress
@@ -47,8 +48,19 @@ POLL_SECONDS = 0.1
 
 
 def default_directory() -> Path:
-    """On the node's own disk, unlike many a home directory, and of this user alone."""
-    return Path(f"/var/tmp/grt-shards-{os.getuid()}")
+    """On the node's own disk, unlike many a home directory, and of this user alone.
+
+    Raises:
+        DatasetError: another user has made it, and could put anything there.
+    """
+    directory = Path(f"{DEFAULT_DIRECTORY}-{os.getuid()}")
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if directory.stat().st_uid != os.getuid():
+            raise DatasetError(f"{directory} belongs to another user; choose another place for the cache: data.cache_dir")
+    except OSError as error:
+        raise DatasetError(f"{directory} cannot be made ({error.strerror}); choose another place for the cache: data.cache_dir") from error
+    return directory
 
 
 @dataclass(frozen=True)
@@ -121,7 +133,7 @@ class ShardCache:
                 complete = self._download(shard, partial, attempts, urgent)
             finally:
                 if not complete:
-                    partial.unlink()
+                    partial.unlink(missing_ok=True)
             if complete:
                 partial.rename(path)  # not synced: what a crash of the node leaves is checked when it is read
             return complete
@@ -152,7 +164,7 @@ class ShardCache:
     def _files(self) -> Iterator[tuple[Path, int, float]]:
         """Path, bytes and time of the last use of each file in the cache."""
         for path in self.folder.parent.glob(f"{FOLDER}*/*"):
-            with suppress(OSError):  # gone in between
+            with suppress(OSError, ValueError):  # gone in between, or none of ours
                 status = path.stat()
                 size = int(path.name.split(".")[-2]) if path.suffix == PARTIAL else status.st_size
                 yield path, size, status.st_mtime
@@ -304,13 +316,15 @@ def open_remote_dataset(url: str, directory: Path, max_bytes: int) -> Index:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _description_lock(folder):
-            if not _has_description(folder, fingerprint):
+            index = _described(folder, fingerprint)
+            if index is None:
                 _fetch_description(url, folder, content, data)
+                index = load_index(folder)
     except OSError as error:
         raise DatasetError(
             f"the cache {folder} for {url} cannot be written: {error.strerror or error}; choose another place: data.cache_dir"
         ) from error
-    return replace(load_index(folder), cache=ShardCache(url, folder, max_bytes))
+    return replace(index, cache=ShardCache(url, folder, max_bytes))
 
 
 def _read_index(url: str) -> tuple[bytes, dict[str, Any]]:
@@ -333,13 +347,13 @@ def _description_lock(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _has_description(folder: Path, fingerprint: str) -> bool:
-    """Whether index, columns and tokenizer are here, as they should be."""
+def _described(folder: Path, fingerprint: str) -> Index | None:
+    """The index of the folder, if that, columns and tokenizer are here and undamaged."""
     try:
         index = load_index(folder)
     except DatasetError:
-        return False
-    return index.fingerprint == fingerprint and not tokenizer_damage(index)
+        return None
+    return None if index.fingerprint != fingerprint or tokenizer_damage(index) else index
 
 
 def _fetch_description(url: str, folder: Path, content: dict[str, Any], data: bytes) -> None:

@@ -88,6 +88,12 @@ def test_a_url_gives_the_stream_of_the_directory_behind_it(
     assert cached(tmp_path, "*.partial") == []
 
 
+def test_a_shared_file_system_can_be_read_through_the_cache_too(dataset: Path, tmp_path: Path, expected: list[Batch]) -> None:
+    config = configured(f"file://{dataset}", tmp_path)
+    assert same(one_epoch(config, open_configured(config)), expected)
+    assert set(cached(tmp_path)) >= set(names(dataset))
+
+
 TRANSIENT: list[Any] = ["500", "refused", "closes early", "ends early", "cut", "stalls", "changed", "longer"]
 
 
@@ -198,6 +204,17 @@ def test_a_url_without_a_dataset_is_named(server: FileServer, tmp_path: Path, pa
 def test_a_cache_that_cannot_be_made_is_named(server: FileServer) -> None:
     with pytest.raises(DatasetError, match="/proc/no/cache.* cannot be written.*data.cache_dir"):
         open_configured(configured(server.url, Path("/proc/no/cache")))
+
+
+def test_the_default_cache_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_cache, "DEFAULT_DIRECTORY", str(tmp_path / "shards"))
+    directory = shard_cache.default_directory()
+    assert directory.stat().st_mode & 0o777 == 0o700 and directory.name == f"shards-{os.getuid()}"
+    if os.getuid() != 0:
+        pytest.skip("only root can give a directory to another user")
+    os.chown(directory, 12345, -1)
+    with pytest.raises(DatasetError, match="belongs to another user.*data.cache_dir"):
+        shard_cache.default_directory()
 
 
 def test_a_cache_that_does_not_hold_two_windows_is_refused(server: FileServer, tmp_path: Path) -> None:
