@@ -16,7 +16,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from pretrain.order import SequenceOrder
-from pretrain.shards import DatasetError, Index, TokenReader
+from pretrain.remote import is_url
+from pretrain.shard_cache import CachedTokenReader, Prefetcher, default_directory, open_remote_dataset
+from pretrain.shards import DatasetError, Index, TokenReader, open_dataset
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,43 @@ class DataConfig:
         ValueError: a field is out of range.
     """
 
-    path: Path  # a directory that tools/prepare_data.py wrote
+    path: str | Path  # a directory that tools/prepare_data.py wrote, or the URL of one that fsspec opens (http, https, s3, ...)
     sequence_length: int  # S: a sequence is S + 1 tokens, S of them inputs and S targets
     workers: int = 1  # processes that read ahead; 0: the training process reads. The stream does not depend on it
     window_shards: int = 16  # shards that are shuffled together; part of the stream's definition
+    # Where the shards of a URL are kept while they are read: a directory on the node's own disk that ranks and jobs share, and its bound.
+    cache_dir: str | None = None  # null: /var/tmp/grt-shards-UID
+    cache_gib: float = 32
 
     def __post_init__(self) -> None:
+        if not is_url(self.path):
+            object.__setattr__(self, "path", Path(self.path))
         for name, least in (("sequence_length", 1), ("workers", 0), ("window_shards", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"data.{name} is {getattr(self, name)}, but must be at least {least}")
+        if self.cache_gib <= 0:
+            raise ValueError(f"data.cache_gib is {self.cache_gib:g}, but must be above 0")
+
+
+def open_configured(config: DataConfig) -> Index:
+    """The dataset that `config.path` names, in a directory or behind a URL.
+
+    Raises:
+        DatasetError: there is none, or it is damaged.
+        ValueError: the cache could not hold what is read at a time.
+    """
+    if not is_url(config.path):
+        return open_dataset(Path(config.path))
+    directory = default_directory() if config.cache_dir is None else Path(config.cache_dir).expanduser()
+    index = open_remote_dataset(str(config.path), directory, int(config.cache_gib * 2**30))
+    sizes = sorted((shard.bytes for split in index.splits.values() for shard in split.shards), reverse=True)
+    needed = sum(sizes[: 2 * config.window_shards + 1])  # the window that is read, the next, and a validation shard
+    if config.cache_gib * 2**30 < needed:
+        raise ValueError(
+            f"data.cache_gib is {config.cache_gib:g}, but two windows of {config.window_shards} shards of {config.path} have "
+            f"{needed / 2**30:.2f} GiB. Set data.cache_gib to that for each dataset that is read on a node at a time."
+        )
+    return index
 
 
 class Batch(NamedTuple):
@@ -81,7 +111,14 @@ class SequenceDataset(Dataset[Sequences | DatasetError]):
         self._sequence_length = config.sequence_length
         self._order = None if seed is None else SequenceOrder(counts, seed, config.window_shards)
         self._first_sequence = np.concatenate([[0], np.cumsum(counts)])
-        self._reader = TokenReader(index, split)
+        self._window: tuple[int, int] | None = None
+        if index.cache is None:
+            self._prefetcher = None
+            self._reader = TokenReader(index, split)
+        else:
+            self._shards = index.splits[split].shards
+            self._prefetcher = Prefetcher(index.cache)
+            self._reader = CachedTokenReader(index, split, index.cache, config.window_shards)
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The (shard, sequence in the shard) at each position, both int64 [positions]."""
@@ -103,6 +140,8 @@ class SequenceDataset(Dataset[Sequences | DatasetError]):
         Raises:
             DatasetError: from the reads.
         """
+        if self._prefetcher is not None and self._order is not None:
+            self._prefetch(self._order, self._prefetcher, int(positions[-1]))
         shards, sequences = self.locate(positions)
         length = self._sequence_length
         rows = [
@@ -110,6 +149,14 @@ class SequenceDataset(Dataset[Sequences | DatasetError]):
             for shard, sequence in zip(shards.tolist(), sequences.tolist(), strict=True)
         ]
         return Sequences(positions, np.stack(rows))
+
+    def _prefetch(self, order: SequenceOrder, prefetcher: Prefetcher, position: int) -> None:
+        """Where a new window begins, asks for its shards and for those of the next."""
+        epoch, window = order.window(position)
+        if (epoch, window) != self._window:
+            self._window = epoch, window
+            numbers = order.window_shards(epoch, window) + order.window_shards(epoch, window + 1)
+            prefetcher.want([self._shards[number] for number in dict.fromkeys(numbers)])
 
 
 def _to_batch(sequences: Sequences) -> Batch:

@@ -82,6 +82,19 @@ class SequenceOrder:
             self._last_epoch = epoch, _Epoch(shards, np.concatenate([[0], np.cumsum(self._sequences[shards])]))
         return self._last_epoch[1]
 
+    def window(self, position: int) -> tuple[int, int]:
+        """The epoch, and the window of it, that the sequence at `position` comes from."""
+        epoch, place = divmod(position, self.epoch_length)
+        rank = int(np.searchsorted(self._epoch(epoch).first_sequence, place, side="right")) - 1
+        return epoch, rank // self._window_shards
+
+    def window_shards(self, epoch: int, window: int) -> list[int]:
+        """The shards of a window; those of the next epoch's first one after the epoch's last."""
+        windows = -(-len(self._sequences) // self._window_shards)
+        order = self._epoch(epoch + window // windows).shards
+        first = window % windows * self._window_shards
+        return order[first : first + self._window_shards].tolist()
+
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The (shard, sequence in the shard) at each of the positions, both int64 [positions]."""
         positions = np.asarray(positions, np.int64)

@@ -2,7 +2,8 @@
 
 `index.json` describes the WebDataset tars beside it; a sample of a tar is a block of whole documents, in members `blk000000.crc.bin`,
 `.doc.bin`, `.json` and `.tok.bin`. Tars are read by offset, never as tars: a read verifies the crc32 of the 4,096-token chunks it
-touches and nothing else. How shards are made is `tools/prepare_data.py`; which tokens are read when is `pretrain/order.py`.
+touches and nothing else. How shards are made is `tools/prepare_data.py`; which tokens are read when is `pretrain/order.py`; how remote
+shards come to this node is `pretrain/shard_cache.py`.
 """
 
 import hashlib
@@ -12,11 +13,14 @@ import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tokenizer.fingerprint import files_sha256
+
+if TYPE_CHECKING:
+    from pretrain.shard_cache import ShardCache
 
 FORMAT = "grt-shards"
 VERSION = 1
@@ -26,11 +30,14 @@ TOKENIZER_FOLDER = "tokenizer"
 # One row a block: sizes, and the byte offsets of its members' contents in the shard. crc.bin holds one uint32 for each chunk of tok.bin,
 # then one for doc.bin and one for the JSON. doc.bin holds the end of each document in the block, as uint32 counts of tokens.
 COLUMNS = ("tokens", "documents", "crc_offset", "document_offset", "json_offset", "token_offset")
-MAX_OPEN_SHARDS = 64
 
 
 class DatasetError(Exception):
     """A dataset that is missing, damaged or of another kind; the message names the file and the remedy."""
+
+
+class DamageError(DatasetError):
+    """What a shard holds is not what the index says."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -85,6 +92,7 @@ class Index:
     tokenizer_fingerprint: str
     tokenizer_files: list[str]  # in TOKENIZER_FOLDER
     splits: dict[str, Split]
+    cache: "ShardCache | None" = None  # through which the shards of a remote dataset come; `directory` is then its folder there
 
     def token_count(self, split: str) -> int:
         return self.splits[split].tokens
@@ -128,14 +136,8 @@ def load_index(path: Path) -> Index:
     except OSError as error:
         message = f"no dataset in {path}: index.json cannot be read ({error.strerror}); make one with tools/prepare_data.py"
         raise DatasetError(message) from error
+    content = index_content(data, str(path))
     try:
-        content = json.loads(data)
-        if (content["format"], content["version"]) != (FORMAT, VERSION):
-            found = f"{content['format']} version {content['version']}"
-            raise DatasetError(f"{path}/index.json is of {found}, this code reads {FORMAT} version {VERSION}; make the dataset again")
-        claimed = content.pop("content_sha256")
-        if data != index_json(content):
-            raise ValueError(f"its contents do not match their sha256 {claimed}")
         return Index(
             directory=path,
             fingerprint=hashlib.sha256(data).hexdigest(),
@@ -149,6 +151,25 @@ def load_index(path: Path) -> Index:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise DatasetError(f"{path}/index.json is damaged ({error!r}); restore it, or make the dataset again") from error
+
+
+def index_content(data: bytes, place: str) -> dict[str, Any]:
+    """What the bytes of an index.json in `place` say, checked against their hash.
+
+    Raises:
+        DatasetError: damaged, or of another version.
+    """
+    try:
+        content: dict[str, Any] = json.loads(data)
+        if (content["format"], content["version"]) != (FORMAT, VERSION):
+            found = f"{content['format']} version {content['version']}"
+            raise DatasetError(f"{place}/index.json is of {found}, this code reads {FORMAT} version {VERSION}; make the dataset again")
+        claimed = content.pop("content_sha256")
+        if data != index_json(content):
+            raise ValueError(f"its contents do not match their sha256 {claimed}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise DatasetError(f"{place}/index.json is damaged ({error!r}); restore it, or make the dataset again") from error
+    return content
 
 
 def _load_split(path: Path, name: str, content: dict[str, Any]) -> Split:
@@ -177,17 +198,24 @@ def file_damage(index: Index) -> list[str]:
                 continue
             if size != shard.bytes:
                 damage.append(f"{shard.name}: {size} bytes, the index says {shard.bytes}")
+    return damage + tokenizer_damage(index)
+
+
+def tokenizer_damage(index: Index) -> list[str]:
+    """A line if the tokenizer's copy is not the one that the index names."""
     try:
         found = files_sha256(index.directory / TOKENIZER_FOLDER / name for name in index.tokenizer_files)
     except OSError as error:
-        return [*damage, f"{TOKENIZER_FOLDER}: the tokenizer's copy cannot be read ({error.strerror})"]
+        return [f"{TOKENIZER_FOLDER}: the tokenizer's copy cannot be read ({error.strerror})"]
     if found != index.tokenizer_fingerprint:
-        damage.append(f"{TOKENIZER_FOLDER}: sha256 expected {index.tokenizer_fingerprint}, found {found}")
-    return damage
+        return [f"{TOKENIZER_FOLDER}: sha256 expected {index.tokenizer_fingerprint}, found {found}"]
+    return []
 
 
 class TokenReader:
     """Reads ranges of a shard's token stream: its blocks' tokens one after the other. Opens shards when they are first read."""
+
+    max_open_shards = 64
 
     def __init__(self, index: Index, split: str) -> None:
         self._dtype = index.dtype
@@ -225,7 +253,7 @@ class TokenReader:
         found = chunk_crcs(data, itemsize)
         if found != expected:
             bad = next(i for i in range(len(found)) if found[i] != expected[i])
-            raise DatasetError(
+            raise DamageError(
                 f"{self._paths[shard]}: block {block - int(self._split.first_block[shard])}, "
                 f"tokens from {(first_chunk + bad) * CHUNK_TOKENS}: crc32 expected {expected[bad]:08x}, found {found[bad]:08x}; "
                 "the file is damaged: restore it, or make the dataset again with tools/prepare_data.py"
@@ -239,16 +267,19 @@ class TokenReader:
         except OSError as error:
             raise DatasetError(f"{path} cannot be read at byte {offset}: {error.strerror}") from error
         if len(data) != count:
-            raise DatasetError(f"{path} ends before byte {offset + count}: it was cut after training began; restore it")
+            raise DamageError(f"{path} ends before byte {offset + count}: it was cut after training began; restore it")
         return data
 
     def _descriptor(self, shard: int) -> int:
         if shard not in self._open_files:
-            self._open_files[shard] = os.open(self._paths[shard], os.O_RDONLY)
-            if len(self._open_files) > MAX_OPEN_SHARDS:
+            self._open_files[shard] = self._open(shard)
+            if len(self._open_files) > self.max_open_shards:
                 os.close(self._open_files.popitem(last=False)[1])
         self._open_files.move_to_end(shard)
         return self._open_files[shard]
+
+    def _open(self, shard: int) -> int:
+        return os.open(self._paths[shard], os.O_RDONLY)
 
     def __del__(self) -> None:
         for descriptor in getattr(self, "_open_files", {}).values():

@@ -34,14 +34,14 @@ from pretrain.agreement import DisagreementError, require_same_run
 from pretrain.checkpoint import load_checkpoint, save_checkpoint
 from pretrain.checkpoint_reader import CheckpointError
 from pretrain.config import RunConfig, parse_arguments
-from pretrain.data import Batch, sequences_per_shard, train_batches, validation_batches
+from pretrain.data import Batch, open_configured, sequences_per_shard, train_batches, validation_batches
 from pretrain.ds_config import load_ds_config
 from pretrain.engine import build_engine, initialize_distributed
 from pretrain.memory import settle
 from pretrain.metrics import MetricsLog, Speedometer
 from pretrain.resume import Progress, find_checkpoint, identity
 from pretrain.schedule import learning_rate
-from pretrain.shards import DatasetError, Index, open_dataset
+from pretrain.shards import TOKENIZER_FOLDER, DatasetError, Index
 from pretrain.topology import Topology
 from pretrain.validation import validation_losses
 
@@ -98,7 +98,7 @@ def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topolo
     ds_config = load_ds_config(ds_config_path, config, data_parallel)
     config = settle(config, data_parallel, device_bytes(topology), ds_config["zero_optimization"]["reduce_bucket_size"])
     ds_config = load_ds_config(ds_config_path, config, data_parallel)  # the residency decides some of its settings
-    index = open_dataset(config.data.path)
+    index = open_configured(config.data)
     if index.vocab_size != config.model.vocab_size:
         raise ValueError(
             f"model.vocab_size is {config.model.vocab_size}, but the tokenizer of {config.data.path} has {index.vocab_size} pieces. "
@@ -157,7 +157,7 @@ def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, inde
     progress = Progress() if checkpoint is None else Progress(**load_checkpoint(engine, checkpoint))
     total_steps = progress.step + max(0, math.ceil((config.schedule.total_tokens - progress.tokens) / config.tokens_per_step))
     if topology.rank == 0:
-        describe_run(config, ds_config, topology)
+        describe_run(config, ds_config, topology, index)
 
     groups = ParallelGroups()
     ranks = {"data_parallel_rank": groups.get_data_parallel_rank(), "data_parallel_size": groups.get_data_parallel_world_size()}
@@ -249,7 +249,7 @@ def average_over_ranks(values: Tensor) -> Tensor:
     return values / torch.distributed.get_world_size()
 
 
-def describe_run(config: RunConfig, ds_config: dict[str, Any], topology: Topology) -> None:
+def describe_run(config: RunConfig, ds_config: dict[str, Any], topology: Topology, index: Index) -> None:
     """Writes what was run, with what, where: config.yaml, ds_config.json, environment.json, tokenizer/."""
     (config.run_dir / "config.yaml").write_text(yaml.safe_dump(config.as_dict(), sort_keys=False))
     (config.run_dir / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n")
@@ -264,7 +264,7 @@ def describe_run(config: RunConfig, ds_config: dict[str, Any], topology: Topolog
         "tensor_parallel": config.parallel.tensor_parallel,
     }
     (config.run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
-    shutil.copytree(config.data.path / "tokenizer", config.run_dir / "tokenizer", dirs_exist_ok=True)
+    shutil.copytree(index.directory / TOKENIZER_FOLDER, config.run_dir / "tokenizer", dirs_exist_ok=True)
 
 
 def git_commit() -> str | None:

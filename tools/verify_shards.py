@@ -2,15 +2,18 @@
 
 `quick` looks at the index, the arrays, the tokenizer's copy and every shard's size, as training does at its start. `full` reads every
 byte: each shard's sha256 and, to say what is damaged in it, its tar headers and the crc32 of its contents. Exit code 0: nothing
-found; 1: damage. Examples:
+found; 1: damage. A dataset behind a URL is downloaded, shard by shard, and compared with the sha256 of its index; `quick` looks at no
+shard of it. Examples:
 
     python tools/verify_shards.py data/mine
     python tools/verify_shards.py data/mine --mode quick
+    python tools/verify_shards.py s3://bucket/mine
 """
 
 import argparse
 import hashlib
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +22,8 @@ from typing import BinaryIO
 import numpy as np
 from tqdm import tqdm
 
+from pretrain.remote import is_url
+from pretrain.shard_cache import open_remote_dataset
 from pretrain.shards import (
     CHUNK_TOKENS,
     COLUMNS,
@@ -40,6 +45,21 @@ def full_damage(index: Index) -> Iterator[str]:
     for split, number in tqdm(shards, unit="shard", disable=not sys.stderr.isatty()):
         if not any(line.startswith(f"{split.shards[number].name}:") for line in damaged_files):
             yield from shard_damage(index, split, number)
+
+
+def url_damage(url: str, mode: str) -> tuple[Index, list[str]]:
+    """The index of the dataset at `url` and what is damaged in it; a shard at a time lies on this machine's disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        index = open_remote_dataset(url, Path(folder), max_bytes=0)
+        assert index.cache is not None
+        shards = [shard for split in index.splits.values() for shard in split.shards] if mode == "full" else []
+        damage = []
+        for shard in tqdm(shards, unit="shard", disable=not sys.stderr.isatty()):
+            try:
+                index.cache.fetch(shard)
+            except DatasetError as error:
+                damage.append(str(error))
+        return index, damage
 
 
 def shard_damage(index: Index, split: Split, number: int) -> Iterator[str]:
@@ -91,12 +111,15 @@ def crc_mismatch(expected: int, found: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset", type=Path, help="a directory that prepare_data.py wrote")
+    parser.add_argument("dataset", help="a directory that prepare_data.py wrote, or its URL")
     parser.add_argument("--mode", choices=["quick", "full"], default="full", help="default: %(default)s")
     args = parser.parse_args(arguments)
     try:
-        index = load_index(args.dataset)
-        damage = file_damage(index) if args.mode == "quick" else list(full_damage(index))
+        if is_url(args.dataset):
+            index, damage = url_damage(args.dataset, args.mode)
+        else:
+            index = load_index(Path(args.dataset))
+            damage = file_damage(index) if args.mode == "quick" else list(full_damage(index))
     except (DatasetError, OSError) as error:
         damage = [str(error)]
     for line in damage:

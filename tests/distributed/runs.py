@@ -12,11 +12,10 @@ from model.config import ComputeConfig, GRTConfig
 from model.depth import sample_depth
 from model.parallel import ParallelGroups, initialize_model_parallel
 from pretrain.config import CheckpointConfig, OptimConfig, ParallelConfig, RunConfig
-from pretrain.data import DataConfig, train_batches
+from pretrain.data import DataConfig, open_configured, train_batches
 from pretrain.ds_config import load_ds_config
 from pretrain.engine import build_engine, initialize_distributed
 from pretrain.schedule import ScheduleConfig, learning_rate
-from pretrain.shards import open_dataset
 from pretrain.topology import Topology
 from pretrain.train import average_over_ranks, train_step
 from tests.ranks import REPOSITORY
@@ -65,7 +64,7 @@ def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int) -> list[fl
     groups = ParallelGroups()
     batches = train_batches(
         config.data,
-        open_dataset(config.data.path),
+        open_configured(config.data),
         seed=config.seed,
         position=0,
         global_batch_size=config.optim.global_batch_size,

@@ -11,10 +11,9 @@ import pytest
 from model.config import GRTConfig
 from pretrain.checkpoint_reader import FORMAT, LATEST, MANIFEST, CheckpointError, sign_manifest
 from pretrain.config import CheckpointConfig, EvalConfig, LogConfig, OptimConfig, ParallelConfig, RunConfig
-from pretrain.data import DataConfig
+from pretrain.data import DataConfig, open_configured
 from pretrain.resume import Progress, find_checkpoint, identity
 from pretrain.schedule import ScheduleConfig
-from pretrain.shards import open_dataset
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def run(dataset: Path, tmp_path: Path) -> RunConfig:
 
 
 def current(run: RunConfig) -> dict[str, str | int]:
-    return identity(run, open_dataset(run.data.path))
+    return identity(run, open_configured(run.data))
 
 
 def find(run: RunConfig) -> Path | None:

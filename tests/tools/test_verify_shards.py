@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pretrain import remote
 from pretrain.data import Batch, DataConfig, sequences_per_shard, train_batches, validation_batches
 from pretrain.shards import DatasetError, load_index, open_dataset
+from tests.pretrain.serving import serving
 from tools.verify_shards import main
 
 SHARD = "train-00001.tar"
@@ -117,6 +119,28 @@ def test_quick_finds_what_needs_no_reading_of_shards(copy: Path, name: str, caps
     damage(copy)
     assert main([str(copy), "--mode", "quick"]) == 1
     assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["quick", "full"])
+def test_a_dataset_behind_a_url_is_checked_too(
+    copy: Path, mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiohttp", reason="HTTP needs aiohttp: pip install -e '.[remote]'")
+    monkeypatch.setattr(remote, "FIRST_BACKOFF", 0.01)
+    with serving(copy) as server:
+        assert main([server.url, "--mode", mode]) == 0
+        assert f"{server.url}: no damage found" in capsys.readouterr().out
+        flip(copy / SHARD, (copy / SHARD).stat().st_size - 1)
+        (copy / "train-00000.tar").unlink()
+        assert main([server.url, "--mode", mode]) == (mode == "full")
+        lines = capsys.readouterr().out.splitlines()
+        if mode == "full":
+            assert (
+                "train-00000.tar cannot be read" in lines[0] and f"{SHARD} could not be read" in lines[1] and "sha256 expected" in lines[1]
+            )
+        flip(copy / "train.blocks.bin", 3)
+        assert main([server.url, "--mode", mode]) == 1
+        assert "train.blocks.bin could not be read" in capsys.readouterr().out
 
 
 def test_two_damaged_shards_are_two_lines(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
