@@ -2,7 +2,8 @@
 
 One thread on the CPU. Counted: operators that run (kernels), and the bytes that they read and write for each number of the
 state; timed: CPU seconds, medians of interleaved rounds. Eager and compiled draw their noise with torch.randn, as one would
-without this project; ours is the counter-based field, and also makes the sums that the hoisted LayerNorm needs.
+without this project; ours is the counter-based field, and also makes the sums that the hoisted LayerNorm needs. A draw of `ref`, hundreds
+of PyTorch's operators, is counted as one.
 
     python -m benchmarks.gate --tokens 2048 --width 768
 """

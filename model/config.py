@@ -8,6 +8,9 @@ config without core blocks. Parameter counts and FLOPs are formulas here and are
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from model.noise import MAX_RECURRENCE
+
+POISSON_LIMIT = 4  # times R: the deepest that the poisson sampler draws
 VOCAB_MULTIPLE = 128  # fixed, whatever the tensor-parallel size, so that a checkpoint's shapes do not depend on the layout
 
 
@@ -61,6 +64,8 @@ class GRTConfig:
         if self.core_blocks:
             self._require(self.max_depth >= 1, "max_depth", "at least 1 when there is a core")
             self._require(0 <= self.min_depth <= self.max_depth, "min_depth", f"0 to max_depth {self.max_depth}")
+            most = MAX_RECURRENCE * self.max_depth // self.deepest
+            self._require(self.deepest <= MAX_RECURRENCE, "max_depth", f"at most {most} with depth_sampler {self.depth_sampler}")
         else:
             self._require(self.max_depth == 0, "max_depth", "0 when core_blocks is 0 (a dense model)")
             self._require(self.min_depth == 0, "min_depth", "0 when core_blocks is 0 (a dense model)")
@@ -153,6 +158,11 @@ class GRTConfig:
         d = self.hidden_size
         count = (self.prelude_blocks + self.coda_blocks) * self.block_parameter_count + self.core_parameter_count + self.vocab_size * d + d
         return count + (self.max_positions * d if self.position == "learned" else 0)
+
+    @property
+    def deepest(self) -> int:
+        """The largest depth that training samples."""
+        return POISSON_LIMIT * self.max_depth if self.depth_sampler == "poisson" else self.max_depth
 
     def recurrences_with_gradient(self, depth: int) -> int:
         """Of `depth` recurrences, those at the end that gradients go through."""

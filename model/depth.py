@@ -8,10 +8,9 @@ import math
 
 import torch
 
-from model.config import GRTConfig
+from model.config import POISSON_LIMIT, GRTConfig
 from model.noise import Stream, box_muller, philox4x32, uniform
 
-POISSON_LIMIT = 4  # times R: the deepest that the poisson sampler draws
 POISSON_SIGMA = 0.5  # spread of the log-normal rate, as in Huginn (Geiping et al., 2025)
 
 

@@ -32,6 +32,11 @@ def require_same_run(config: RunConfig, ds_config: dict[str, Any]) -> None:
     for rank, other in enumerate(everyone):
         for name in first | other:  # in order: settings before what follows from them
             if first.get(name) != other.get(name):
+                if name == "compute.gate_ops":
+                    raise DisagreementError(
+                        f"the fused gate operators are there for some ranks only (rank 0: {first[name]}, rank {rank}: {other[name]}). "
+                        "Build them where all nodes see them (python -m model.ops.build), or set compute.gate_ops to ref."
+                    )
                 raise DisagreementError(
                     f"ranks were started with different settings: {name} is {first.get(name)!r} on rank 0 and {other.get(name)!r} on rank "
                     f"{rank}. Start all ranks with the same command, config files and checkout."
@@ -43,7 +48,8 @@ def _settings(config: RunConfig, ds_config: dict[str, Any]) -> dict[str, Any]:
     depths = [sample_depth(config.model, config.seed, step) for step in range(COMPARED_DEPTHS)]
     versions = {f"the version of {name}": version(name) for name in PACKAGES}
     settings = _flat("", config.as_dict()) | _flat("ds_config.", ds_config)
-    return settings | versions | {f"depth of the first {COMPARED_DEPTHS} steps": depths}
+    first = {"compute.gate_ops": config.compute.gate_ops}  # it decides what is planned, and so other settings
+    return first | settings | versions | {f"depth of the first {COMPARED_DEPTHS} steps": depths}
 
 
 def _flat(prefix: str, tree: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from model.config import ComputeConfig, GRTConfig
-from model.depth import POISSON_LIMIT
 from model.loss import rows_per_slice, tokens_per_chunk
 from pretrain.config import RunConfig
 from pretrain.parameters import Parameter, count, rank_parameters
@@ -157,7 +156,7 @@ def _block(layout: Layout, name: str, recomputed: bool) -> tuple[int, Stretch]:
 def _recurrence(layout: Layout) -> tuple[int, list[Stretch]]:
     """What a recurrence keeps when it is not checkpointed as a whole, and its backward pass."""
     model, state, wide = layout.model, layout.state, layout.wide_state
-    fused = layout.compute.gate_ops == "fused"
+    fused = layout.compute.gate_ops == "fused"  # auto is planned as ref, which keeps more
     norm = 0 if fused else _norm_extra(layout, input_kept=True)
     if layout.compute.hoist:
         gate = 3 * state + norm + (state if model.gate_input_norm else 0)  # normed; W1's product, scaled; SiLU
@@ -167,18 +166,18 @@ def _recurrence(layout: Layout) -> tuple[int, list[Stretch]]:
         projection = 2 * state
     if fused:
         blend = 2 * state  # logits, candidate
-        logits_gradient, candidate_gradient, working = state, state, 3 * state
+        logits_gradient, working = state, 3 * state
     else:
         blend = 2 * wide + state  # g, 1 - g, candidate
-        logits_gradient, candidate_gradient, working = wide, state, 3 * wide + state
+        logits_gradient, working = wide, 3 * wide + state
     # Gradients of logits, state and candidate are left.
-    stretches = [Stretch("blend", 0, working, logits_gradient + state + candidate_gradient - blend)]
+    stretches = [Stretch("blend", 0, working, logits_gradient + 2 * state - blend)]
     kept = state + gate + projection + blend
     for i in reversed(range(model.core_blocks)):
         block_kept, stretch = _block(layout, f"core.blocks.{i}", layout.compute.checkpoints_blocks)
         kept += block_kept
         stretches.append(stretch)
-    stretches.append(Stretch("projection", 0, 2 * state, -projection - candidate_gradient))
+    stretches.append(Stretch("projection", 0, 2 * state, -projection - state))
     stretches.append(Stretch("gate", 0, 2 * state if fused else 2 * wide + state, -gate - logits_gradient - state))
     return kept, stretches
 
@@ -320,11 +319,6 @@ def gathered_elements(layout: Layout) -> int:
     return count(p for p in parameters if p.part == "core") + held + parameters[0].numel
 
 
-def deepest(model: GRTConfig) -> int:
-    """The largest depth that training samples."""
-    return POISSON_LIMIT * model.max_depth if model.depth_sampler == "poisson" else model.max_depth
-
-
 def keep_last_for_budget(layout: Layout, budget_gib: float) -> int:
     """The most recurrences, at the end of the loop, that need no checkpoint for activations to stay within the budget at any depth.
 
@@ -333,7 +327,7 @@ def keep_last_for_budget(layout: Layout, budget_gib: float) -> int:
     Raises:
         ValueError: the budget is too small even with every recurrence checkpointed.
     """
-    depth = deepest(layout.model)
+    depth = layout.model.deepest
     for keep in range(depth, -1, -1):
         compute = replace(layout.compute, keep_last=keep, activation_budget_gib=None)
         found = activations(replace(layout, compute=compute), depth).peak * MARGIN
@@ -366,7 +360,7 @@ def choose_residency(layout: Layout, device_bytes: int, reduce_bucket: int) -> R
     """The residency for `auto`: the first of step, fwd_bwd and loop that fits the device; loop if none does."""
     residencies: tuple[Residency, ...] = ("step", "fwd_bwd")
     for residency in residencies:
-        if fits(memory(replace(layout, core_residency=residency), deepest(layout.model), reduce_bucket), device_bytes):
+        if fits(memory(replace(layout, core_residency=residency), layout.model.deepest, reduce_bucket), device_bytes):
             return residency
     return "loop"
 

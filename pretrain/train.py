@@ -29,6 +29,7 @@ from torch import Tensor
 from model.apex import nvidia_apex_available
 from model.depth import sample_depth
 from model.ops import fused
+from model.ops.build import find
 from model.parallel import ParallelGroups, initialize_model_parallel
 from pretrain.agreement import DisagreementError, require_same_run
 from pretrain.checkpoint import load_checkpoint, save_checkpoint
@@ -92,7 +93,7 @@ def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topolo
             f"Local rank {topology.local_rank} has no GPU of its own: this process sees {torch.cuda.device_count()}. Start as many "
             f"processes a node as GPUs, and let each see all of them (srun: --gres=gpu:N, not --gpus-per-task; CUDA_VISIBLE_DEVICES)."
         )
-    gate_ops: Literal["ref", "fused"] = "fused" if fused.chosen(config.compute.gate_ops) else "ref"
+    gate_ops: Literal["ref", "fused"] = "fused" if config.model.core_blocks and fused.chosen(config.compute.gate_ops) else "ref"
     config = replace(config, compute=replace(config.compute, gate_ops=gate_ops))
     data_parallel = config.data_parallel_size(topology.world_size)
     ds_config = load_ds_config(ds_config_path, config, data_parallel)
@@ -120,7 +121,7 @@ def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topolo
 def about_gate_operators(config: RunConfig) -> str:
     if config.compute.gate_ops == "fused":
         return "gate operators: fused"
-    return "gate operators: plain PyTorch (compute.gate_ops ref, or the fused ones are not built: python -m model.ops.build)"
+    return "gate operators: plain PyTorch (compute.gate_ops is ref, or no fused ones load here: python -m model.ops.build)"
 
 
 def device_bytes(topology: Topology) -> int:
@@ -189,7 +190,8 @@ def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, inde
         )
 
     with MetricsLog(config, topology.rank, progress.step, total_steps) as log:
-        log.say(about_gate_operators(config))
+        if config.model.core_blocks:
+            log.say(about_gate_operators(config))
         log.say(f"{'resumed from ' + str(checkpoint) if checkpoint else 'fresh start'}: step {progress.step} of {total_steps}")
         if progress.step == 0:
             validate(log)
@@ -258,6 +260,7 @@ def describe_run(config: RunConfig, ds_config: dict[str, Any], topology: Topolog
         "python": platform.python_version(),
         "host": platform.node(),
         "nvidia_apex": nvidia_apex_available(),
+        "gate_operators": library.parent.name if config.compute.gate_ops == "fused" and (library := find()) else "ref",
         "git_commit": git_commit(),
         "launcher": topology.launcher,
         "world_size": topology.world_size,

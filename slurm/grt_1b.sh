@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# GRT-1B on 4 nodes of 8 GPUs. From the repository's root, with .venv installed on a file system that all nodes share:
+# GRT-1B on 4 nodes of 8 GPUs. From the repository's root, with .venv installed on a file system that all nodes share, after
+# `make ops` on a machine with nvcc (once; without it the gate runs in plain PyTorch):
 #   sbatch --partition=P --account=A slurm/grt_1b.sh [--section.key value ...]
 # The same command resumes from the newest complete checkpoint, as a requeued job does. A run longer than the time limit is
 # submitted several times with --dependency=singleton: jobs of one name then wait for one another.

@@ -18,7 +18,7 @@ from typing import Literal
 
 from model.config import ComputeConfig
 from pretrain.config import RunConfig, parse_arguments
-from pretrain.memory import GIB, Layout, activations, deepest
+from pretrain.memory import GIB, Layout, activations
 from tools.planning import RESIDENCIES, Estimate, Machine, depths, estimate, search
 
 DS_CONFIG = Path(__file__).parents[1] / "configs" / "ds_zero3.json"
@@ -31,7 +31,14 @@ def number(text: str) -> float:
     match = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?) ?([KMGTP]?i?)(?:B|B/s|FLOP/s|FLOPS)?", text, re.IGNORECASE)
     if match is None or match[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number with a unit, as in 80GiB, 50GB/s or 989e12")
-    return float(match[1]) * UNITS[match[2].upper()]
+    found = float(match[1]) * UNITS[match[2].upper()]
+    if not 0 < found < 1e30:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0, or beyond all measure")
+    return found
+
+
+def whole_number(text: str) -> int:
+    return gpu_counts(text)[0]
 
 
 def gpu_counts(text: str) -> list[int]:
@@ -83,7 +90,7 @@ def checkpointing(found: Estimate) -> str:
 
 def _describe_memory(found: Estimate) -> None:
     needed, layout = found.memory, found.layout
-    depth = deepest(layout.model)
+    depth = layout.model.deepest
     core = sum(p.numel for p in layout.parameters if p.part == "core") * layout.element
     print(f"\nMemory of a GPU at depth {depth}, GiB")
     rows = {
@@ -106,9 +113,9 @@ def _describe_memory(found: Estimate) -> None:
 def activations_by_mode(layout: Layout) -> dict[str, int]:
     """Peak bytes at the largest depth."""
     found: dict[str, int] = {}
-    hoist = layout.compute.hoist
-    for compute in (ComputeConfig(mode, hoist=hoist) for mode in CHECKPOINTING):
-        found[compute.checkpointing] = activations(replace(layout, compute=compute), deepest(layout.model)).peak
+    ways = (ComputeConfig(mode, hoist=layout.compute.hoist, gate_ops=layout.compute.gate_ops) for mode in CHECKPOINTING)
+    for compute in ways:
+        found[compute.checkpointing] = activations(replace(layout, compute=compute), layout.model.deepest).peak
     return found
 
 
@@ -191,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     default = Machine()
     parser.add_argument("--config", type=Path, required=True, help="YAML of the run, as for train.py")
     parser.add_argument("--ds_config", type=Path, default=DS_CONFIG, help="DeepSpeed's JSON (default: configs/ds_zero3.json)")
-    parser.add_argument("--gpus", type=int, default=8, help="default: %(default)s")
+    parser.add_argument("--gpus", type=whole_number, default=8, help="default: %(default)s")
     parser.add_argument("--sweep", type=gpu_counts, help="a row for each of these GPU counts, as in 8,64,256,1024")
     parser.add_argument("--search", action="store_true", help="only the fastest layout that fits")
     parser.add_argument("--budget-tokens", type=number, help="tokens to train on (default: the run's schedule)")
@@ -199,8 +206,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--peak-flops", type=number, default=default.peak_flops, help="a second, dense, in the compute dtype (default: H100)"
     )
-    parser.add_argument("--attainable", type=float, default=default.attainable, help="share of the peak (default: %(default)s)")
-    parser.add_argument("--gpus-per-node", type=int, default=default.gpus_per_node, help="default: %(default)s")
+    parser.add_argument("--attainable", type=number, default=default.attainable, help="share of the peak (default: %(default)s)")
+    parser.add_argument("--gpus-per-node", type=whole_number, default=default.gpus_per_node, help="default: %(default)s")
     parser.add_argument(
         "--node-bandwidth", type=number, default=default.node_bandwidth, help="bytes/s a GPU inside a node (default: NVLink)"
     )

@@ -13,7 +13,7 @@ from model.config import ComputeConfig, GRTConfig
 from pretrain.communication import Communication, optimizer_step
 from pretrain.config import RunConfig
 from pretrain.ds_config import load_ds_config
-from pretrain.memory import GIB, HEADROOM, Layout, Memory, Residency, deepest, fits, memory, settle
+from pretrain.memory import GIB, HEADROOM, Layout, Memory, Residency, fits, memory, settle
 from pretrain.zero_replay import ZeroSettings
 
 SECONDS_A_DAY = 86400
@@ -102,7 +102,7 @@ def estimate(config: RunConfig, gpus: int, machine: Machine, ds_config: Path) ->
     config = settle(config, data_parallel, machine.memory, settings.reduce_bucket)
     settings = ZeroSettings.of(load_ds_config(ds_config, config, data_parallel))  # residency decides some of them
     layout = Layout.of(config, data_parallel)
-    needed = memory(layout, deepest(config.model), settings.reduce_bucket)
+    needed = memory(layout, config.model.deepest, settings.reduce_bucket)
     steps = [optimizer_step(layout, depth, settings) for depth in depths(config.model)]
     tokens_a_gpu = layout.tokens * layout.accumulation_steps / layout.tensor_parallel
     flops = mean(executed_flops(layout, depth) for depth in depths(config.model))
@@ -166,10 +166,11 @@ def _possible(config: RunConfig, gpus: int, machine: Machine, ds_config: Path) -
 def candidates(config: RunConfig, gpus: int, machine: Machine) -> Iterator[RunConfig]:
     """Tensor-parallel sizes inside a node, micro-batches in powers of two, residencies, checkpointing and how much of it."""
     model = config.model
-    ways = [ComputeConfig(hoist=config.compute.hoist, compile=config.compute.compile)]
+    given = config.compute
+    ways = [ComputeConfig(hoist=given.hoist, compile=given.compile, gate_ops=given.gate_ops)]
     if model.core_blocks:
-        ways += [replace(ways[0], checkpointing="recurrence", keep_last=k) for k in range(deepest(model) - 1, -1, -1)]
-        ways += [replace(ways[0], checkpointing="nested", keep_last=k) for k in range(deepest(model) - 1, -1, -1)]
+        ways += [replace(ways[0], checkpointing="recurrence", keep_last=k) for k in range(model.deepest - 1, -1, -1)]
+        ways += [replace(ways[0], checkpointing="nested", keep_last=k) for k in range(model.deepest - 1, -1, -1)]
     ways.append(replace(ways[0], checkpointing="block"))
     for tensor_parallel in _powers_of_two(min(gpus, machine.gpus_per_node)):
         try:

@@ -35,6 +35,7 @@ from typing import NamedTuple
 SOURCES = Path(__file__).parents[1] / "csrc"
 LIBRARIES = Path(__file__).parent / "lib"
 NAME = "libgrt_ops.so"
+SEAL_BYTES = 32
 LOG = "build.log"  # of the last build, if it failed
 
 CPU_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
@@ -63,10 +64,22 @@ def library_path(sources: Path = SOURCES, libraries: Path = LIBRARIES) -> Path:
     return libraries / f"torch-{_torch().version}-{platform.machine()}-{digest.hexdigest()[:12]}" / NAME
 
 
-def find() -> Path | None:
-    """The library to use with the installed torch, or None if none was built. `import torch` comes before loading it."""
-    path = library_path()
-    return path if path.is_file() else None
+def find(sources: Path = SOURCES, libraries: Path = LIBRARIES) -> Path | None:
+    """The library to use with the installed torch, or None if none was built. `import torch` comes before loading it.
+
+    A damaged one is None too: loading a part of a library ends the process without a word.
+    """
+    path = library_path(sources, libraries)
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    return path if content == _sealed(content[:-SEAL_BYTES]) else None
+
+
+def _sealed(content: bytes) -> bytes:
+    """With its sha256 behind it, where loaders do not look."""
+    return content + hashlib.sha256(content).digest()
 
 
 def cuda_architectures(library: Path) -> list[int]:
@@ -89,14 +102,15 @@ def build(force: bool = False, sources: Path = SOURCES, libraries: Path = LIBRAR
     """
     started = time.monotonic()
     library = library_path(sources, libraries)
-    built = cuda_architectures(library) if library.is_file() else []
+    there = find(sources, libraries) is not None
+    built = cuda_architectures(library) if there else []
     nvcc = _find_nvcc() if _files(sources, ".cu") else None
     wanted = architectures(nvcc) if nvcc else []
-    if library.is_file() and not force and all(covers(built, capability) for capability in wanted):
+    if there and not force and all(covers(built, capability) for capability in wanted):
         print(f"Already built: {library}: {_contents(built)}")
         return library
 
-    # Nodes with different GPUs may share this folder, so what the library had, it keeps.
+    # Nodes with different GPUs may share this folder: what the library had it keeps, if nvcc is here to make it again.
     wanted = sorted({*wanted, *built}) if nvcc else []
     tools = Tools(_find_cxx(), nvcc if wanted else None, wanted)
     print(f"Building {NAME} for torch {_torch().version}, {_contents(wanted)}, with {shlex.join(tools.cxx)} (a minute)", flush=True)
@@ -105,6 +119,7 @@ def build(force: bool = False, sources: Path = SOURCES, libraries: Path = LIBRAR
         _remove_dead_builds(libraries)
         with tempfile.TemporaryDirectory(prefix=f".build-{_process()}-", dir=libraries, ignore_cleanup_errors=True) as folder:
             finished = _build_in(Path(folder), tools, sources, library)
+            finished.write_bytes(_sealed(finished.read_bytes()))
             library.parent.mkdir(exist_ok=True)
             os.replace(finished, library)
             (libraries / LOG).unlink(missing_ok=True)

@@ -1,10 +1,10 @@
 """The gate operators as fused kernels (model/csrc), with their shapes for torch.compile and their gradients.
 
 `head` and `tail` are those of model/ops/reference.py: same arguments, same results up to rounding. Nothing is saved for the
-backward pass but the inputs: the gate and its noise are computed again.
+backward pass but the inputs, and two numbers a token: the gate and its noise are computed again.
 """
 
-import warnings
+import sys
 from functools import cache
 from typing import Any, Literal
 
@@ -58,7 +58,8 @@ def load() -> bool:
     try:
         torch.ops.load_library(library)
     except OSError as error:  # say a wheel that was built against a newer C library
-        warnings.warn(f"The fused gate operators in {library} cannot be loaded: {error}", stacklevel=2)
+        reason = error.__cause__ or error  # torch's own says no more than the path
+        print(f"warning: {library} cannot be loaded ({reason}); build it here: python -m model.ops.build --force", file=sys.stderr)
         return False
     register_fake("grt::gate_head", _head_shapes)
     register_fake("grt::gate_head_backward", _head_backward_shapes)
@@ -85,7 +86,7 @@ def chosen(gate_ops: Literal["auto", "ref", "fused"]) -> bool:
         built = built and library is not None and covers(cuda_architectures(library), 10 * major + minor)
     if gate_ops == "fused" and not built:
         raise ValueError(
-            f"compute.gate_ops is fused, but the gate's operators are not built for {device} and torch {torch.__version__}. "
+            f"compute.gate_ops is fused, but no fused operators are built, or load, for {device} and torch {torch.__version__}. "
             "Build them with `python -m model.ops.build`, or set compute.gate_ops to auto or ref."
         )
     return built

@@ -9,6 +9,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -23,9 +24,14 @@ import numpy as np
 import pytest
 import yaml
 
+from pretrain.agreement import DisagreementError, require_same_run
 from pretrain.data import DataConfig, SequenceDataset
+from pretrain.engine import initialize_distributed
 from pretrain.shards import CHUNK_TOKENS, Index, open_dataset
+from pretrain.topology import Topology
 from tests.distributed.launching import Ended, launcher, run, train_losses, write_run
+from tests.distributed.runs import small_run
+from tests.ranks import run_ranks
 from tools.prepare_data import main as prepare_data
 
 
@@ -281,3 +287,17 @@ def test_ranks_with_different_depths_are_refused_instead_of_waiting_for_one_anot
     assert "model.min_depth is 0 on rank 0 and 1 on rank 1" in error
     assert ended.code != 0
     assert not ended.left_over
+
+
+def operators_of_one_rank() -> str:
+    """In a rank: what the start says if the first rank's node has the fused operators and the other's has not."""
+    config = small_run(Path("unused"), compute={"gate_ops": "ref" if int(os.environ["RANK"]) else "fused"})
+    initialize_distributed(Topology.from_environment(os.environ), 1)
+    with pytest.raises(DisagreementError) as refusal:
+        require_same_run(config, {})
+    return str(refusal.value)
+
+
+def test_ranks_with_and_without_fused_operators_are_told_so() -> None:
+    for message in run_ranks(operators_of_one_rank, 2):
+        assert re.search("for some ranks only .rank 0: fused, rank 1: ref.*python -m model.ops.build", message)

@@ -88,6 +88,8 @@ def test_flops_are_those_of_the_formula() -> None:
         ({"num_heads": 7}, "num_heads"),
         ({"num_kv_heads": 5}, "num_kv_heads"),
         ({"max_depth": 0}, "max_depth"),
+        ({"max_depth": 4096}, "max_depth"),
+        ({"max_depth": 1024, "depth_sampler": "poisson"}, "max_depth"),
         ({"min_depth": 11}, "min_depth"),
         ({"core_blocks": 0}, "max_depth"),
         ({"hidden_size": 0}, "hidden_size"),

@@ -219,7 +219,7 @@ def test_a_batch_gets_the_same_noise_however_it_is_split(operator: Operator, dim
 
 
 def test_counters_changed_in_place_change_the_noise() -> None:
-    """As before a replay of a CUDA graph: nothing was read when the call was made."""
+    """As before a replay of a CUDA graph, which tools/gpu_check.py makes."""
     noise = noise_for(4)
     drawn = {tuple(noise.counters.tolist()): state_field(noise, 8)}
     for index in (0, 1):
@@ -231,8 +231,8 @@ def test_counters_changed_in_place_change_the_noise() -> None:
 
 
 @each_operator
-def test_no_number_of_a_tensor_is_read_on_the_host(operator: Operator) -> None:
-    """Fake tensors, which have none, pass forward and backward; a CUDA graph demands the same."""
+def test_no_number_of_a_tensor_is_read_in_python(operator: Operator) -> None:
+    """Fake tensors, which have none, pass forward and backward: compiled code depends on shapes alone."""
     noise, (operands, directions) = noise_for(3, 2), operator.draw(3, 2, 5, torch.bfloat16)
     expected = results(partial(operator.run, fused, noise), operands, directions)
     with FakeTensorMode() as mode:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from model.ops import build as ops_build
-from model.ops.build import NAME, Tools, architectures, build, covers, cuda_architectures, library_path, main
+from model.ops.build import NAME, Tools, architectures, build, covers, cuda_architectures, find, library_path, main
 
 REPOSITORY = Path(__file__).parents[2]
 NVCC = shutil.which("nvcc")
@@ -105,11 +105,25 @@ def test_what_is_built_is_not_built_again(
     built: tuple[Path, Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     libraries, library, _ = built
-    before = library.stat()
+    before = library.stat().st_ino
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert main([], libraries=libraries) == 0
     assert capsys.readouterr().out.startswith(f"Already built: {library}: CPU")
-    assert library.stat() == before
+    assert library.stat().st_ino == before
+
+
+def test_a_damaged_library_is_not_found_and_is_built_again(sources: Path, libraries: Path) -> None:
+    assert find(sources, libraries) is None
+    assert main([], sources, libraries) == 0
+    library = find(sources, libraries)
+    assert library is not None
+    content = library.read_bytes()
+    flipped = bytes([content[1000] ^ 1])
+    for damaged in (b"", b"text", content[: len(content) // 2], content[:1000] + flipped + content[1001:]):
+        library.write_bytes(damaged)
+        assert find(sources, libraries) is None
+    assert main([], sources, libraries) == 0
+    assert find(sources, libraries) == library
 
 
 def test_force_builds_again(sources: Path, libraries: Path) -> None:

@@ -12,7 +12,6 @@ from pretrain.memory import (
     activations,
     block_inside,
     choose_residency,
-    deepest,
     gathered_elements,
     keep_last_for_budget,
     memory,
@@ -119,5 +118,5 @@ def test_residency_auto_is_the_first_that_fits() -> None:
 
 
 def test_memory_is_planned_for_the_deepest_step() -> None:
-    assert deepest(MODEL) == 4
-    assert deepest(replace(MODEL, depth_sampler="poisson")) == 16
+    assert MODEL.deepest == 4
+    assert replace(MODEL, depth_sampler="poisson").deepest == 16

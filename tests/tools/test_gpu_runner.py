@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tools.gpu.runner import Check, Row, Setting, run
 
 
@@ -52,6 +54,13 @@ def test_a_check_that_raises_is_a_failed_row_and_the_next_runs_in_the_same_proce
     log = (tmp_path / "log").read_text()
     assert log.count("says something") == 2
     assert "and what else there is to say" in log
+
+
+def test_a_process_that_starts_late_runs_its_check_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.gpu.runner.START_SECONDS", 0)
+    (row,) = rows(tmp_path, Check("process", process, 60))
+    assert row.ok
+    assert row.value != str(os.getpid())
 
 
 def test_after_a_crash_or_a_hang_the_next_check_has_a_new_process(tmp_path: Path) -> None:

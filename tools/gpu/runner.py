@@ -21,6 +21,7 @@ import torch
 from model.config import PRESETS, GRTConfig
 
 START_SECONDS = 60
+READY = "ready"  # what a worker sends first
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ class Worker:
             self.pipe.send((check, limit))
             while self.pipe.poll(max(0.0, end - time.monotonic())):
                 message = self.pipe.recv()
+                if message == READY:  # it took longer to start than was waited for
+                    continue
                 if isinstance(message, bool):
                     self.usable = message
                     return
@@ -136,7 +139,7 @@ def work(pipe: Connection, setting: Setting, log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     faulthandler.enable()
-    pipe.send("ready")
+    pipe.send(READY)
     usable = True
     while usable:
         try:
