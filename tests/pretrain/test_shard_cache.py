@@ -340,6 +340,8 @@ def test_a_damaged_copy_of_what_describes_the_shards_is_fetched_again(
     config = configured(server.url, tmp_path)
     index = open_configured(config)
     flip_everywhere(index.directory / name)
+    open_configured(config)
+    assert (index.directory / name).read_bytes() == (server.directory / name).read_bytes()
     assert same(one_epoch(config, open_configured(config)), expected)
 
 
