@@ -11,7 +11,7 @@ from typing import Literal
 
 Fault = Literal["500", "refused", "closes early", "ends early", "cut", "stalls", "changed", "longer", "forbidden", "slow"]
 SLOW_SECONDS = 0.05  # between the pieces of a "slow" answer
-PIECE = 512
+PIECE = 64
 
 
 class FileServer(ThreadingHTTPServer):
