@@ -149,7 +149,7 @@ def hold_run_dir(run_dir: Path) -> None:
 def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, index: Index, checkpoint: Path | None) -> None:
     """The whole run on this rank."""
     device = initialize_distributed(topology, config.parallel.tensor_parallel)
-    require_same_run(config, ds_config)
+    require_same_run(config, ds_config, index.fingerprint)
     initialize_model_parallel(config.parallel.tensor_parallel)
     chosen = [checkpoint]
     torch.distributed.broadcast_object_list(chosen)  # network file systems may show ranks different newest checkpoints

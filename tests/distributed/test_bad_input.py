@@ -289,15 +289,20 @@ def test_ranks_with_different_depths_are_refused_instead_of_waiting_for_one_anot
     assert not ended.left_over
 
 
-def operators_of_one_rank() -> str:
-    """In a rank: what the start says if the first rank's node has the fused operators and the other's has not."""
-    config = small_run(Path("unused"), compute={"gate_ops": "ref" if int(os.environ["RANK"]) else "fused"})
+def refusal(gate_ops: list[str], datasets: list[str]) -> str:
+    """In a rank: what the start says when the ranks have these operators and these datasets."""
+    rank = int(os.environ["RANK"])
     initialize_distributed(Topology.from_environment(os.environ), 1)
-    with pytest.raises(DisagreementError) as refusal:
-        require_same_run(config, {})
-    return str(refusal.value)
+    with pytest.raises(DisagreementError) as raised:
+        require_same_run(small_run(Path("unused"), compute={"gate_ops": gate_ops[rank]}), {}, datasets[rank])
+    return str(raised.value)
 
 
 def test_ranks_with_and_without_fused_operators_are_told_so() -> None:
-    for message in run_ranks(operators_of_one_rank, 2):
+    for message in run_ranks(refusal, 2, ["fused", "ref"], ["a", "a"]):
         assert re.search("for some ranks only .rank 0: fused, rank 1: ref.*python -m model.ops.build", message)
+
+
+def test_ranks_that_read_different_datasets_are_refused() -> None:
+    for message in run_ranks(refusal, 2, ["ref", "ref"], ["a", "b"]):
+        assert "the dataset's fingerprint is 'a' on rank 0 and 'b' on rank 1" in message
