@@ -13,6 +13,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,10 @@ def command(sources: Path, libraries: Path) -> list[str | Path]:
 
 
 def start(sources: Path, libraries: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(command(sources, libraries), cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A test run in the background of a shell script has SIGINT ignored, and its children inherit that.
+    hear_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command(sources, libraries), cwd=REPOSITORY, text=True, preexec_fn=hear_sigint, **pipes)
 
 
 @contextmanager
