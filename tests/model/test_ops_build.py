@@ -73,8 +73,14 @@ def command(sources: Path, libraries: Path) -> list[str | Path]:
 def start(sources: Path, libraries: Path) -> subprocess.Popen[str]:
     # A test run in the background of a shell script has SIGINT ignored, and its children inherit that.
     hear_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command(sources, libraries), cwd=REPOSITORY, text=True, preexec_fn=hear_sigint, **pipes)
+    return subprocess.Popen(
+        command(sources, libraries),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_sigint,
+    )
 
 
 @contextmanager
