@@ -154,11 +154,12 @@ class RecurrentCore(nn.Module):
         fixed = self._hoist(anchor) if self.compute.hoist and depth else anchor
         without_gradient = depth - self.config.recurrences_with_gradient(depth)
         keeps_state_only = depth - self.compute.keep_last if self.compute.checkpointing in ("recurrence", "nested") else 0
-        counters = None if positions is None else _counters(self.seed, depth, positions.device)
+        noises: list[Noise | None] = [None] * depth
+        if positions is not None:
+            noises = [Noise(positions, row) for row in _counters(self.seed, depth, positions.device)]
         hidden = anchor
         measured = []
-        for recurrence in range(1, depth + 1):
-            noise = None if positions is None or counters is None else Noise(positions, counters[recurrence - 1])
+        for recurrence, noise in enumerate(noises, start=1):
             inputs = (hidden, fixed, mask, rotary, noise, measure)
             if recurrence <= without_gradient:
                 with torch.no_grad():
