@@ -29,7 +29,6 @@ from torch import Tensor
 from model.apex import nvidia_apex_available
 from model.depth import sample_depth
 from model.ops import fused
-from model.ops.build import find
 from model.parallel import ParallelGroups, initialize_model_parallel
 from pretrain.agreement import DisagreementError, require_same_run
 from pretrain.checkpoint import load_checkpoint, save_checkpoint
@@ -260,7 +259,7 @@ def describe_run(config: RunConfig, ds_config: dict[str, Any], topology: Topolog
         "python": platform.python_version(),
         "host": platform.node(),
         "nvidia_apex": nvidia_apex_available(),
-        "gate_operators": library.parent.name if config.compute.gate_ops == "fused" and (library := find()) else "ref",
+        "gate_operators": library.parent.name if config.compute.gate_ops == "fused" and (library := fused.load()) else "ref",
         "git_commit": git_commit(),
         "launcher": topology.launcher,
         "world_size": topology.world_size,

@@ -6,6 +6,7 @@ backward pass but the inputs, and two numbers a token: the gate and its noise ar
 
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -50,24 +51,24 @@ def _arguments(noise: Noise | None, sigma: float) -> tuple[Tensor, Tensor] | tup
 
 
 @cache
-def load() -> bool:
-    """Whether the operators are there: loads the library that `python -m model.ops.build` made for this torch, if it did."""
+def load() -> Path | None:
+    """Loads the library that `python -m model.ops.build` made for this torch; None if there is none, or none that loads."""
     library = find()
     if library is None:
-        return False
+        return None
     try:
         torch.ops.load_library(library)
     except OSError as error:  # say a wheel that was built against a newer C library
         reason = error.__cause__ or error  # torch's own says no more than the path
         print(f"warning: {library} cannot be loaded ({reason}); build it here: python -m model.ops.build --force", file=sys.stderr)
-        return False
+        return None
     register_fake("grt::gate_head", _head_shapes)
     register_fake("grt::gate_head_backward", _head_backward_shapes)
     register_fake("grt::gate_tail", _tail_shapes)
     register_fake("grt::gate_tail_backward", _tail_backward_shapes)
     register_autograd("grt::gate_head", _head_backward, setup_context=_head_context)
     register_autograd("grt::gate_tail", _tail_backward, setup_context=_tail_context)
-    return True
+    return library
 
 
 def chosen(gate_ops: Literal["auto", "ref", "fused"]) -> bool:
@@ -78,12 +79,12 @@ def chosen(gate_ops: Literal["auto", "ref", "fused"]) -> bool:
     """
     if gate_ops == "ref":
         return False
-    device, built = "CPUs", load()
+    library = load()
+    device, built = "CPUs", library is not None
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         device = f"GPUs of compute capability {major}.{minor}"
-        library = find()
-        built = built and library is not None and covers(cuda_architectures(library), 10 * major + minor)
+        built = library is not None and covers(cuda_architectures(library), 10 * major + minor)
     if gate_ops == "fused" and not built:
         raise ValueError(
             f"compute.gate_ops is fused, but no fused operators are built, or load, for {device} and torch {torch.__version__}. "

@@ -6,7 +6,7 @@ from model.ops import fused
 
 
 def test_what_is_not_built_falls_back_or_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "load", lambda: False)
+    monkeypatch.setattr(fused, "load", lambda: None)
     assert not fused.chosen("auto")
     assert not fused.chosen("ref")
     with pytest.raises(ValueError, match=r"compute\.gate_ops is fused, but .*python -m model\.ops\.build"):
