@@ -1,4 +1,6 @@
-"""Saving a ZeRO-3 engine's state as a checkpoint, and loading one of any layout into an engine. Called by every rank.
+"""A ZeRO-3 engine's state as a checkpoint on disk, and one of any layout back into an engine. Called by every rank.
+
+Saving has two parts: `take_snapshot` copies the state, while training waits, and `write_snapshot` writes the copy, in any thread.
 
 Not here: the format and reading it without an engine (checkpoint_reader.py), when to save, what a resume may change,
 DeepSpeed's own checkpoint files. Each rank writes what it owns: a parameter's flat tensor, or its flat tensor-parallel shard,
@@ -10,10 +12,11 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +35,7 @@ from pretrain.checkpoint_reader import (
     MANIFEST,
     CheckpointError,
     CheckpointReader,
+    DamagedCheckpointError,
     file_sha256,
     is_complete,
     sign_manifest,
@@ -53,62 +57,80 @@ class Zero3Parameter(Protocol):
 # ---- saving ----
 
 
-def save_checkpoint(
-    engine: DeepSpeedEngine,
-    directory: Path,
-    progress: dict[str, Any],
-    config: dict[str, Any],
-    identity: dict[str, Any],
-    keep: int | None,
-) -> Path:
-    """Saves the engine's masters and Adam state to `directory`/step_N, N = progress["step"]. Called by every rank.
+class Snapshot(NamedTuple):
+    """A copy of the engine's masters and Adam state on this rank, in memory of its own, and what the manifest says of them."""
 
-    The checkpoint appears complete or not at all. `config` and `identity` are kept in the manifest as they are. Once the
-    new checkpoint is complete, earlier ones are removed but for the newest `keep` (the new one counted; None: all stay).
-    Incomplete ones, which somebody has damaged, are neither counted nor removed.
+    partitions: dict[str, DTensor]
+    manifest: dict[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        return sum(partition.to_local().nbytes for partition in self.partitions.values())
+
+
+def take_snapshot(engine: DeepSpeedEngine, progress: dict[str, Any], config: dict[str, Any], identity: dict[str, Any]) -> Snapshot:
+    """Copies the state of step progress["step"]. `config` and `identity` are kept in the manifest as they are.
+
+    Raises:
+        CheckpointError: the engine is of a kind whose state cannot be saved.
+    """
+    layout = Layout.of(engine)
+    parameters = _parameters(engine)
+    manifest = {
+        "format": FORMAT,
+        "step": progress["step"],
+        "optimizer_step": _optimizer_step(engine),
+        "progress": progress,
+        "config": config,
+        "identity": identity,
+        "tensor_parallel": layout.tensor_size,
+        "parameters": _describe(parameters, layout),
+    }
+    return Snapshot(_read_partitions(engine, parameters, layout), manifest)
+
+
+def write_snapshot(snapshot: Snapshot, directory: Path, keep: "Keep", group: dist.ProcessGroup | None = None) -> Path:
+    """Writes it to `directory`/step_N. Called by every rank of `group` (None: all), which communicates about nothing else meanwhile.
+
+    The checkpoint appears complete or not at all. Then earlier ones are removed, but for those that `keep` says. Incomplete ones, which
+    somebody has damaged, are neither counted nor removed.
 
     Raises:
         CheckpointError: on every rank, when one of them could not write; earlier checkpoints are as they were.
     """
-    layout = Layout.of(engine)
-    final = directory / f"step_{progress['step']:08d}"
+    final = directory / f"step_{snapshot.manifest['step']:08d}"
     temporary = directory / f"{TEMPORARY}{final.name}"
     first = dist.get_rank() == 0
-    failure = f"cannot save {final} (earlier checkpoints are intact; resume from them when the cause is gone)"
+    failure = f"cannot save {final} (earlier checkpoints are intact)"
     try:
-        with _every_rank(failure):
-            parameters = _parameters(engine)
-            partitions = _read_partitions(engine, parameters, layout)
-            manifest = {
-                "format": FORMAT,
-                "step": progress["step"],
-                "optimizer_step": _optimizer_step(engine),
-                "progress": progress,
-                "config": config,
-                "identity": identity,
-                "tensor_parallel": layout.tensor_size,
-                "parameters": _describe(parameters, layout),
-            }
+        with _every_rank(failure, group):
             if first:
                 _remove_leftovers(directory)
                 temporary.mkdir(parents=True)
-        with _every_rank(failure):
-            dcp.save(partitions, storage_writer=_StorageWriter(temporary))
-        with _every_rank(failure):
+        with _every_rank(failure, group):
+            dcp.save(snapshot.partitions, storage_writer=_StorageWriter(temporary), process_group=group)
+        with _every_rank(failure, group):
             written = _hash_own_files(temporary)
-        manifest["files"] = {name: file for files in _gather(written) for name, file in files.items()}
-        with _every_rank(failure):
+        files = {name: file for own in _gather(written, group) for name, file in own.items()}
+        with _every_rank(failure, group):
             if first:
-                _publish(temporary, final, manifest)
+                _publish(temporary, final, snapshot.manifest | {"files": files})
     except CheckpointError:
-        with _every_rank(f"cannot remove {temporary}"):
+        with _every_rank(f"cannot remove {temporary}", group):
             if first:
                 _remove_leftovers(directory)
         raise
-    with _every_rank(f"{final} is complete, but older checkpoints cannot be removed"):
-        if first and keep is not None:
+    with _every_rank(f"{final} is complete, but older checkpoints cannot be removed", group):
+        if first:
             _remove_older(final, keep)
     return final
+
+
+class Keep(NamedTuple):
+    """Which checkpoints stay when a new one is complete."""
+
+    newest: int | None = None  # how many of the newest, with the new one; None: all
+    every_steps: int | None = None  # and those of steps that are multiples of it
 
 
 class _StorageWriter(dcp.FileSystemWriter):
@@ -145,10 +167,13 @@ def _publish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     _sync(final.parent)
 
 
-def _remove_older(newest: Path, keep: int) -> None:
+def _remove_older(newest: Path, keep: Keep) -> None:
+    if keep.newest is None:
+        return
     older = sorted(path for path in newest.parent.glob("step_*") if path.name < newest.name and is_complete(path))
-    for path in older[: max(len(older) - (keep - 1), 0)]:
-        _discard(path)
+    for path in older[: max(len(older) - (keep.newest - 1), 0)]:
+        if keep.every_steps is None or int(path.name.removeprefix("step_")) % keep.every_steps:
+            _discard(path)
 
 
 def _discard(checkpoint: Path) -> None:
@@ -176,8 +201,8 @@ def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Path) -> dict[str, Any]
     hashes are verified first; nothing in the engine changes before all has been read.
 
     Raises:
-        CheckpointError: the same on every rank: the checkpoint is incomplete or damaged, or its parameters are not those
-            of the engine's model.
+        DamagedCheckpointError: the same on every rank: a file is not as it was written.
+        CheckpointError: the same on every rank: the checkpoint is incomplete, or its parameters are not those of the engine's model.
     """
     layout = Layout.of(engine)
     with _every_rank(f"cannot load {checkpoint}"):
@@ -185,8 +210,7 @@ def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Path) -> dict[str, Any]
         parameters = _parameters(engine)
         _require_same_parameters(reader.manifest["parameters"], _describe(parameters, layout))
         partitions = _empty_partitions(parameters, layout)
-    remedy = f"remove it or move it out of {checkpoint.parent}, and the same command goes on from the checkpoint before it"
-    with _every_rank(f"cannot load {checkpoint} ({remedy}; if checkpoint.resume names it, name another)"):
+    with _every_rank(f"cannot load {checkpoint}", kind=DamagedCheckpointError):
         reader.verify(sorted(reader.manifest["files"])[dist.get_rank() :: dist.get_world_size()])
     with _every_rank(f"cannot load {checkpoint}"):
         if reader.manifest["tensor_parallel"] == layout.tensor_size:
@@ -196,6 +220,24 @@ def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Path) -> dict[str, Any]
     _write_partitions(engine, parameters, partitions, reader.manifest["optimizer_step"])
     engine.global_steps = reader.manifest["step"]  # DeepSpeed only prints it
     return reader.manifest["progress"]
+
+
+def load_newest_whole(engine: DeepSpeedEngine, candidates: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
+    """Loads the first of `candidates`, newest first, that is as it was written. Called by every rank.
+
+    Returns:
+        it, and the progress it was saved with.
+
+    Raises:
+        CheckpointError: as `load_checkpoint`; of damage only where all are damaged.
+    """
+    for checkpoint, before in zip(candidates, candidates[1:], strict=False):
+        try:
+            return checkpoint, load_checkpoint(engine, checkpoint)
+        except DamagedCheckpointError as error:
+            if dist.get_rank() == 0:
+                print(f"warning: {error}; going on from {before.name}", file=sys.stderr, flush=True)
+    return candidates[-1], load_checkpoint(engine, candidates[-1])
 
 
 def _require_same_parameters(saved: dict[str, Any], model: dict[str, Any]) -> None:
@@ -290,14 +332,14 @@ def _describe(parameters: dict[str, Zero3Parameter], layout: Layout) -> dict[str
 
 
 def _read_partitions(engine: DeepSpeedEngine, parameters: dict[str, Zero3Parameter], layout: Layout) -> dict[str, DTensor]:
-    """The engine's state, `kind/name` to a tensor on the CPU that shares memory with the engine's where that is there too."""
+    """A copy of the engine's state, `kind/name` to a tensor on the CPU."""
     _adam_states(engine)
     partitions = {}
     for name, parameter in parameters.items():
         own = layout.own_range(parameter)
         for kind in KINDS:
             padded = engine.optimizer.get_local_fp32_param(parameter, _state_key(kind)).detach()
-            partitions[f"{kind}/{name}"] = layout.distribute(padded[: own.stop - own.start].cpu(), parameter)
+            partitions[f"{kind}/{name}"] = layout.distribute(padded[: own.stop - own.start].to("cpu", copy=True), parameter)
     return partitions
 
 
@@ -359,15 +401,15 @@ def _optimizer_step(engine: DeepSpeedEngine) -> int:
 # ---- ranks that agree, files that last ----
 
 
-def _gather(value: Any) -> list[Any]:
+def _gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
 @contextlib.contextmanager
-def _every_rank(failure: str) -> Iterator[None]:
-    """Runs the block on every rank; where it raised on any, every rank raises CheckpointError with all the causes.
+def _every_rank(failure: str, group: dist.ProcessGroup | None = None, kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
+    """Runs the block on every rank of `group`; where it raised on any, every rank raises `kind` with all the causes.
 
     The block itself must not wait for other ranks, other than in calls that fail on all ranks together (DCP's do).
     """
@@ -376,10 +418,10 @@ def _every_rank(failure: str) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:  # DCP's is a BaseException
         cause = error
-    texts = _gather(None if cause is None else _explain(cause))
+    texts = _gather(None if cause is None else _explain(cause), group)
     causes = dict.fromkeys(text for text in texts if text is not None)  # each once, in rank order
     if causes:
-        raise CheckpointError(f"{failure}: {'; '.join(causes)}") from cause
+        raise kind(f"{failure}: {'; '.join(causes)}") from cause
 
 
 def _explain(error: BaseException) -> str:

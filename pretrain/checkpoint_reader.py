@@ -31,6 +31,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be saved, found whole, or loaded; the message names it and the cause. Raised on every rank."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """The bytes of a complete checkpoint are not those that were written: another may do instead."""
+
+
 class CheckpointReader:
     """A complete checkpoint, read without an engine or ranks.
 
@@ -96,6 +100,13 @@ def find_newest(directory: Path) -> Path | None:
     if (directory / LATEST).is_file():
         candidates.insert(0, directory / (directory / LATEST).read_text().strip())
     return next(filter(is_complete, candidates), None)
+
+
+def earlier_checkpoints(checkpoint: Path) -> list[Path]:
+    """The complete ones of the same run beside it that it could have been resumed from, the newest first."""
+    identity = CheckpointReader(checkpoint).manifest["identity"]
+    older = sorted((path for path in checkpoint.parent.glob("step_*") if path.name < checkpoint.name and is_complete(path)), reverse=True)
+    return [path for path in older if CheckpointReader(path).manifest["identity"] == identity]
 
 
 def is_complete(checkpoint: Path) -> bool:

@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 from model.config import ComputeConfig, GRTConfig
 from pretrain.schedule import ScheduleConfig
 from pretrain.sources import DataConfig
+from pretrain.stopping import parse_duration
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class ParallelConfig:
 class CheckpointConfig:
     every_steps: int = 1000  # the last step is always saved
     keep: int | None = None  # how many of the newest to keep; null keeps all
+    keep_every_steps: int | None = None  # those of steps that are multiples of it are kept, too
     # auto: the newest complete one in run_dir, or a fresh start; none: a fresh start, refused where run_dir has one; or a checkpoint's
     # path: the start as long as run_dir has none of its own, then as auto
     resume: str = "auto"
@@ -85,6 +87,8 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         _require(self.every_steps >= 1, "checkpoint.every_steps", self.every_steps, "at least 1")
         _require(self.keep is None or self.keep >= 1, "checkpoint.keep", self.keep, "at least 1, or null to keep all")
+        every = self.keep_every_steps
+        _require(every is None or every >= 1, "checkpoint.keep_every_steps", every, "at least 1, or null")
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,13 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     seed: int = 1234  # of weights, data order, depths and noise
+    # hours:minutes:seconds (or days-hours:minutes:seconds) from the start: then the step under way is ended and saved, and the exit code is
+    # that of a run to be started again. null: no limit
+    stop_before: str | None = None
 
     def __post_init__(self) -> None:
+        if self.stop_before is not None:
+            parse_duration(self.stop_before)
         _require(0 <= self.seed < 2**63, "seed", self.seed, "from 0 to 2^63 - 1")
         length = self.data.sequence_length
         _require(

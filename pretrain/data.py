@@ -182,6 +182,7 @@ def _shield_from_signals(worker: int) -> None:
     Slurm signals every process of a job, and a terminal every process of the foreground: what follows is the trainer's business, and
     workers end with it. SIGTERM is ignored once only: Python ends workers with it when the trainer dies of an exception.
     """
+    signal.set_wakeup_fd(-1)  # the pipe through which the trainer learns of its own signals
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))

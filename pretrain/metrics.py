@@ -154,6 +154,12 @@ class MetricsLog:
         """A row of the tokens that a step read: see `pretrain/digest.py`."""
         self._write(step, {"batch_digest": f"{digest:016x}"}, f"batch digest {digest:016x}")
 
+    def checkpoint(self, step: int, stall_seconds: float, copied_bytes: int) -> None:
+        """A row of what it cost the loop to begin a checkpoint; it is written meanwhile."""
+        values = {"checkpoint_stall_seconds": stall_seconds, "checkpoint_copied_bytes": copied_bytes}
+        line = f"checkpoint: {copied_bytes / 2**20:,.1f} MiB copied on this rank, {stall_seconds:.3f} s; it is being written"
+        self._write(step, values, line)
+
     def validation(self, step: int, losses: dict[int, float], by_source: dict[str, dict[int, float]], full_depth: int) -> None:
         """A row of validation losses by depth, with what the core and what depth gain; gains are absent for a dense model.
 

@@ -31,8 +31,8 @@ from model.depth import sample_depth
 from model.ops import fused
 from model.parallel import ParallelGroups, initialize_model_parallel
 from pretrain.agreement import DisagreementError, require_same_run
-from pretrain.checkpoint import load_checkpoint, save_checkpoint
-from pretrain.checkpoint_reader import CheckpointError
+from pretrain.checkpoint import Keep, load_newest_whole
+from pretrain.checkpoint_reader import CheckpointError, earlier_checkpoints
 from pretrain.config import RunConfig, parse_arguments
 from pretrain.data import Batch, train_batches, validation_batches
 from pretrain.digest import global_batch_digest
@@ -41,9 +41,11 @@ from pretrain.engine import build_engine, initialize_distributed
 from pretrain.memory import settle
 from pretrain.metrics import MetricsLog, Speedometer
 from pretrain.resume import Progress, find_checkpoint, identity, stream_phases
+from pretrain.saving import CheckpointSaver
 from pretrain.schedule import learning_rate
 from pretrain.shards import TOKENIZER_FOLDER, DatasetError, Index
 from pretrain.sources import open_sources, require_epochs, sequences_per_shard, shares
+from pretrain.stopping import REQUEUE, Reason, StopRequest, agreed, parse_duration
 from pretrain.topology import Topology
 from pretrain.validation import validation_losses
 
@@ -55,6 +57,8 @@ def main() -> None:
     try:
         topology = Topology.from_environment(os.environ)
         config, ds_config_path = parse_arguments()
+        stop = StopRequest(None if config.stop_before is None else parse_duration(config.stop_before))
+        stop.listen()
         config, ds_config, sources, checkpoint = check_before_start(config, ds_config_path, topology)
     except (ValueError, OSError, RuntimeError, DatasetError) as error:
         if topology is not None and topology.local_rank > 0:
@@ -62,9 +66,11 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     try:
-        train(config, ds_config, topology, sources, checkpoint)
+        ended = train(config, ds_config, topology, sources, checkpoint, stop)
         torch.distributed.barrier()  # rank 0 holds the store that the others' shutdown still talks to
         torch.distributed.destroy_process_group()
+        if not ended and topology.rank == 0:  # of the others, a launcher would end this one before it has said so
+            sys.exit(REQUEUE)
     except (CheckpointError, DisagreementError) as error:  # the same on every rank
         if topology.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -152,17 +158,22 @@ def hold_run_dir(run_dir: Path) -> None:
         raise ValueError(f"Another run is at work in {run_dir}. Wait for its end or stop it, or choose another: --run_dir DIR.") from error
 
 
-def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, sources: dict[str, Index], checkpoint: Path | None) -> None:
-    """The whole run on this rank."""
+def train(
+    config: RunConfig, ds_config: dict[str, Any], topology: Topology, sources: dict[str, Index], checkpoint: Path | None, stop: StopRequest
+) -> bool:
+    """The whole run on this rank, or what is left of it. Returns whether it came to its end; it may have been asked to stop before."""
     device = initialize_distributed(topology, config.parallel.tensor_parallel)
     require_same_run(config, ds_config, {name: index.fingerprint for name, index in sources.items()})
     initialize_model_parallel(config.parallel.tensor_parallel)
-    chosen = [checkpoint]
-    torch.distributed.broadcast_object_list(chosen)  # network file systems may show ranks different newest checkpoints
-    checkpoint = chosen[0]
+    candidates = [[] if checkpoint is None else [checkpoint, *earlier_checkpoints(checkpoint)]]
+    torch.distributed.broadcast_object_list(candidates)  # network file systems may show ranks different newest checkpoints
     engine = build_engine(config, ds_config)
-    progress = Progress() if checkpoint is None else Progress(**load_checkpoint(engine, checkpoint))
+    progress = Progress()
+    if candidates[0]:
+        checkpoint, saved = load_newest_whole(engine, candidates[0])
+        progress = Progress(**saved)
     progress = replace(progress, mixture=stream_phases(config, sources, checkpoint))
+    control = torch.distributed.new_group(backend="gloo")  # apart from the GPUs', which a step need not wait for
     total_steps = steps_to_end(config, progress)
     if topology.rank == 0:
         describe_run(config, ds_config, topology, sources)
@@ -190,15 +201,8 @@ def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, sour
         losses, by_source = validation_losses(engine, held_out, config.evaluation_depths, device)
         log.validation(progress.step, losses, by_source, config.model.max_depth)
 
-    def save() -> None:
-        save_checkpoint(
-            engine,
-            config.run_dir / "checkpoints",
-            progress.as_dict(),
-            config.as_dict(),
-            identity(config, sources),
-            config.checkpoint.keep,
-        )
+    def state() -> tuple[DeepSpeedEngine, dict[str, Any], dict[str, Any], dict[str, Any]]:
+        return engine, progress.as_dict(), config.as_dict(), identity(config, sources)
 
     with MetricsLog(config, topology.rank, progress.step, total_steps) as log:
         if config.model.core_blocks:
@@ -209,7 +213,10 @@ def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, sour
         if progress.step == 0:
             validate(log)
         speed = Speedometer(config, topology.world_size)
-        while progress.step < total_steps:
+        keep = Keep(config.checkpoint.keep, config.checkpoint.keep_every_steps)
+        saver = CheckpointSaver(config.run_dir / "checkpoints", keep, progress.step, log.say)
+        reason = Reason.NONE
+        while progress.step < total_steps and reason is Reason.NONE:
             depth = sample_depth(config.model, config.seed, progress.step)
             sequences = config.batch_size(progress.position)
             set_batch_size(engine, sequences)
@@ -224,6 +231,7 @@ def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, sour
             loss, core_statistics = train_step(engine, micro_batches, depth, rate, device, weight=weight, measure=due_log)
             speed.step(depth, sequences)
             log.advance(progress.step, skipped=not engine.was_step_applied())
+            reason, retry = agreed(stop.reason(), saver.wants_retry(), control)
 
             if due_log:
                 reduced = average_over_ranks(torch.cat((loss[None], core_statistics.flatten())))
@@ -232,8 +240,16 @@ def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, sour
             with speed.paused():
                 if is_due(progress.step, config.eval.every_steps, total_steps):
                     validate(log)
-                if is_due(progress.step, config.checkpoint.every_steps, total_steps):
-                    save()
+                if retry or progress.step % config.checkpoint.every_steps == 0:
+                    start = time.perf_counter()
+                    copied = saver.save(*state())
+                    log.checkpoint(progress.step, time.perf_counter() - start, copied)
+            saver.warn_of_failures()
+        saver.save_last(*state())
+        ended = progress.step == total_steps
+        if not ended:
+            log.say(f"stopped after step {progress.step} of {total_steps}, and saved: {reason.name}. The same command goes on from there.")
+        return ended
 
 
 def steps_to_end(config: RunConfig, progress: Progress) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.checkpoint import save_checkpoint
+from pretrain.checkpoint import Keep, take_snapshot, write_snapshot
 from pretrain.checkpoint_reader import KINDS, CheckpointError, CheckpointReader, find_newest
 from tests import toy_engine
 from tests.ranks import run_ranks
@@ -19,7 +19,7 @@ def _save_at_tensor_parallel_2(folder: Path) -> dict[str, torch.Tensor]:
     toy_engine.start(2)
     engine = toy_engine.build(2)
     toy_engine.train(engine, 0, 2)
-    save_checkpoint(engine, folder, {"step": 2}, {"model": {"vocab_size": 20022}}, {"seed": 0, "dataset": "abc"}, keep=None)
+    write_snapshot(take_snapshot(engine, {"step": 2}, {"model": {"vocab_size": 20022}}, {"seed": 0, "dataset": "abc"}), folder, Keep())
     return toy_engine.full_state(engine)
 
 

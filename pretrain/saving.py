@@ -1,0 +1,94 @@
+"""Checkpoints that are written beside training: the loop waits for a copy in memory, a thread writes it.
+
+A write that fails, on a full disk for example, does not end the run: it is said, and tried again some time later with the state of
+then. All ranks write together, over a process group of their own, so that all of them know of a failure.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from pretrain.checkpoint import Keep, Snapshot, take_snapshot, write_snapshot
+from pretrain.checkpoint_reader import CheckpointError
+
+RETRY_SECONDS = 60.0  # between a write that failed and the next
+LAST_ATTEMPTS = 3  # where the run ends: nothing comes after that could be saved instead
+WRITE_TIMEOUT = timedelta(hours=1)  # for ranks that write more slowly than others
+
+
+class CheckpointSaver:
+    """Saves to `directory`, one checkpoint at a time. Made and used by every rank alike.
+
+    Attributes:
+        saved_step: of the newest checkpoint that was written, or that the run was started from; 0 at a fresh start.
+    """
+
+    def __init__(self, directory: Path, keep: Keep, saved_step: int, warn: Callable[[str], None]) -> None:
+        self.saved_step = saved_step
+        self._warn = warn
+        self._directory, self._keep = directory, keep
+        self._group = torch.distributed.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        self._thread: threading.Thread | None = None
+        self._failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        self._retry_at: float | None = None  # time.monotonic()
+
+    def save(self, engine: DeepSpeedEngine, progress: dict[str, Any], config: dict[str, Any], identity: dict[str, Any]) -> int:
+        """Copies the state and begins to write it, after the end of a write under way. Returns the bytes copied on this rank."""
+        self.wait()
+        snapshot = take_snapshot(engine, progress, config, identity)
+        self._retry_at = None
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint", daemon=True)
+        self._thread.start()
+        return snapshot.bytes
+
+    def save_last(self, engine: DeepSpeedEngine, progress: dict[str, Any], config: dict[str, Any], identity: dict[str, Any]) -> None:
+        """Saves and waits until it is written, with several attempts.
+
+        Raises:
+            CheckpointError: on every rank, when none succeeded.
+        """
+        self.wait()
+        for attempt in range(1, LAST_ATTEMPTS + 1):
+            if self.saved_step == progress["step"]:
+                return
+            if attempt > 1:
+                time.sleep(RETRY_SECONDS)
+            self.save(engine, progress, config, identity)
+            self.wait()
+            self.warn_of_failures()
+        if self.saved_step != progress["step"]:
+            raise CheckpointError(
+                f"step {progress['step']} is not saved after {LAST_ATTEMPTS} attempts (see above): the run ends without it"
+            )
+
+    def warn_of_failures(self) -> None:
+        """Says what went wrong with the writes that have ended since the last time."""
+        while not self._failures.empty():
+            error = self._failures.get()
+            if not isinstance(error, CheckpointError):
+                raise error
+            self._warn(f"NOT SAVED: {error}. It is tried again in {RETRY_SECONDS:g} s.")
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+
+    def wants_retry(self) -> bool:
+        """Whether it is time to save again after a failure; ranks may see it at different times."""
+        return self._retry_at is not None and time.monotonic() >= self._retry_at
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            write_snapshot(snapshot, self._directory, self._keep, self._group)
+            self.saved_step = snapshot.manifest["step"]
+        except BaseException as error:
+            self._failures.put(error)
