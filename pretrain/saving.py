@@ -64,9 +64,7 @@ class CheckpointSaver:
             self.wait()
             self.warn_of_failures()
         if self.saved_step != progress["step"]:
-            raise CheckpointError(
-                f"step {progress['step']} is not saved after {LAST_ATTEMPTS} attempts (see above): the run ends without it"
-            )
+            raise CheckpointError(f"step {progress['step']} is not saved after {LAST_ATTEMPTS} attempts; the run ends without it")
 
     def warn_of_failures(self) -> None:
         """Says what went wrong with the writes that have ended since the last time."""
