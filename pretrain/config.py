@@ -132,10 +132,13 @@ class RunConfig:
     # hours:minutes:seconds (or days-hours:minutes:seconds) from the start: then the step under way is ended and saved, and the exit code is
     # that of a run to be started again. null: no limit
     stop_before: str | None = None
+    # A step, a validation or the copy for a checkpoint that takes longer hangs: who is behind is said, and the run ends to be started again
+    watchdog_seconds: float = 1800
 
     def __post_init__(self) -> None:
         if self.stop_before is not None:
             parse_duration(self.stop_before)
+        _require(self.watchdog_seconds > 0, "watchdog_seconds", self.watchdog_seconds, "above 0")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "from 0 to 2^63 - 1")
         length = self.data.sequence_length
         _require(

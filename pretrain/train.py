@@ -48,6 +48,7 @@ from pretrain.sources import open_sources, require_epochs, sequences_per_shard, 
 from pretrain.stopping import REQUEUE, Reason, StopRequest, agreed, parse_duration
 from pretrain.topology import Topology
 from pretrain.validation import validation_losses
+from pretrain.watchdog import Watchdog
 
 BAD_INPUT = 2  # exit code of everything that starting again would not mend
 
@@ -210,13 +211,16 @@ def train(
         log.say(f"{'resumed from ' + str(checkpoint) if checkpoint else 'fresh start'}: step {progress.step} of {total_steps}")
         for line in about_mixture(config, sources, progress):
             log.say(line)
+        watchdog = Watchdog(topology, config.run_dir / "hang", config.watchdog_seconds)
         if progress.step == 0:
+            watchdog.at(0, "validation")
             validate(log)
         speed = Speedometer(config, topology.world_size)
         keep = Keep(config.checkpoint.keep, config.checkpoint.keep_every_steps)
         saver = CheckpointSaver(config.run_dir / "checkpoints", keep, progress.step, log.say)
         reason = Reason.NONE
         while progress.step < total_steps and reason is Reason.NONE:
+            watchdog.at(progress.step + 1, "reading its batch")
             depth = sample_depth(config.model, config.seed, progress.step)
             sequences = config.batch_size(progress.position)
             set_batch_size(engine, sequences)
@@ -224,6 +228,7 @@ def train(
                 micro_batches = list(islice(batches, engine.gradient_accumulation_steps()))
             if is_due(progress.step + 1, config.log.digest_every_steps, total_steps):
                 log.digest(progress.step + 1, global_batch_digest(micro_batches, device))
+            watchdog.at(progress.step + 1, "forward, backward and optimizer")
             progress = progress.after_step(config)
             rate = learning_rate(config.schedule, progress.tokens)
             due_log = is_due(progress.step, config.log.every_steps, total_steps)
@@ -239,12 +244,15 @@ def train(
                 log.train_step(progress, float(reduced[0]), depth, rate, norm, speed.read(), reduced[1:].view(-1, 2))
             with speed.paused():
                 if is_due(progress.step, config.eval.every_steps, total_steps):
+                    watchdog.at(progress.step, "validation")
                     validate(log)
                 if retry or progress.step % config.checkpoint.every_steps == 0:
+                    watchdog.at(progress.step, "copy for a checkpoint")
                     start = time.perf_counter()
                     copied = saver.save(*state())
                     log.checkpoint(progress.step, time.perf_counter() - start, copied)
             saver.warn_of_failures()
+        watchdog.stop()
         saver.save_last(*state())
         ended = progress.step == total_steps
         if not ended:

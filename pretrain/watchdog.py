@@ -1,0 +1,88 @@
+"""Notices that a run hangs, says which rank is behind, leaves every rank's stack, and ends the process.
+
+A thread of each rank publishes how far its main thread has come in the store through which the ranks met. A main thread that has not
+moved for `seconds` hangs, or waits for one that does: the thread then looks who has not come as far, or does not publish any more.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from torch.distributed import PrefixStore, TCPStore
+
+from pretrain.topology import Topology
+
+HUNG = 76  # exit code: start again
+ANSWER_SECONDS = 10.0  # within which the store, on rank 0, answers
+SILENT_BEATS = 3  # heartbeats that a rank may be late
+
+
+class Watchdog:
+    """Watches this rank from its first `at` on.
+
+    Args:
+        directory: where stacks are left, one file a rank.
+        seconds: without a sign of progress, after which the run hangs.
+    """
+
+    def __init__(self, topology: Topology, directory: Path, seconds: float) -> None:
+        self._topology, self._directory, self._seconds = topology, directory, seconds
+        self._beat = min(seconds / 4, 10.0)
+        self._done = 0  # signs of progress
+        self._at = ""
+        self._stopped = False
+        self._since = time.monotonic()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
+
+    def at(self, step: int, phase: str) -> None:
+        """The main thread begins a part of a step: a sign of progress. The same sequence of calls on every rank."""
+        self._at, self._done, self._since = f"step {step}, {phase}", self._done + 1, time.monotonic()
+        if self._done == 1:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """What follows may take as long as it takes."""
+        self._stopped = True
+
+    def _watch(self) -> None:
+        topology = self._topology
+        store = PrefixStore("watchdog", TCPStore(topology.master_addr, topology.master_port, is_master=False))
+        while not self._stopped:
+            with suppress(RuntimeError):  # rank 0, which holds the store, is gone: the main thread meets that too
+                store.set(f"rank {topology.rank}", f"{self._done} {time.time()} {self._at}")
+            if time.monotonic() - self._since > self._seconds:
+                time.sleep(2 * self._beat)  # for the others to publish that they wait
+                self._end(self._who_is_behind(store))
+            time.sleep(self._beat)
+
+    def _who_is_behind(self, store: PrefixStore) -> str:
+        """From what all have published, if the store answers: a read from a stopped rank 0 has no end."""
+        found: list[str] = []
+        threading.Thread(target=lambda: found.append(self._compare(store)), daemon=True).start()
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found[0] if found else "rank 0 is behind: its process, which holds the store, is stopped or gone"
+
+    def _compare(self, store: PrefixStore) -> str:
+        ranks = range(self._topology.world_size)
+        published = [store.get(f"rank {rank}").decode().split(" ", 2) for rank in ranks]
+        silent = [rank for rank in ranks if time.time() - float(published[rank][1]) > SILENT_BEATS * self._beat]
+        if silent:
+            return "; ".join(f"rank {rank} is behind: its process is stopped or gone since {published[rank][2]}" for rank in silent)
+        least = min(int(done) for done, _, _ in published)
+        return "; ".join(f"rank {rank} is behind: it is at {published[rank][2]}" for rank in ranks if int(published[rank][0]) == least)
+
+    def _end(self, who: str) -> None:
+        what = f"no progress for {time.monotonic() - self._since:.0f} s (watchdog_seconds is {self._seconds:g}) at {self._at}; {who}"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"rank_{self._topology.rank}.txt"
+        with path.open("w") as file:
+            print(what, file=file, flush=True)
+            faulthandler.dump_traceback(file)
+        print(f"error on rank {self._topology.rank}: {what}. Its stack is in {path}.", file=sys.stderr, flush=True)
+        os._exit(HUNG)

@@ -1,0 +1,48 @@
+"""A rank that stops, and one that dies: the others say which it is, within the limit, and no process is left."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pretrain.topology import free_port
+from pretrain.watchdog import HUNG
+from tests.distributed.launching import write_run
+from tests.faults.runs import Process
+
+LIMIT = 12
+
+
+def two_ranks(folder: Path, dataset: Path) -> list[Process]:
+    command = [*write_run(folder, dataset), "--watchdog_seconds", str(LIMIT), "--schedule.total_tokens", "10000000"]
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [Process(command, folder / f"output{rank}", world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    ranks[0].wait_for("step 3/78125  loss")
+    return ranks
+
+
+@pytest.mark.parametrize("stopped", [1, 0])
+def test_a_stopped_rank_is_named_by_the_others_which_end(dataset: Path, tmp_path: Path, stopped: int) -> None:
+    ranks = two_ranks(tmp_path, dataset)
+    other = 1 - stopped
+    os.kill(ranks[stopped].process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    assert ranks[other].process.wait(timeout=4 * LIMIT) == HUNG, ranks[other].text[-3000:]
+    assert time.monotonic() - started < 3 * LIMIT
+    assert f"rank {stopped} is behind: its process" in ranks[other].text
+    stacks = (tmp_path / "run" / "hang" / f"rank_{other}.txt").read_text()
+    assert f"rank {stopped} is behind" in stacks and "train_step" in stacks
+    ranks[stopped].process.kill()  # as srun's --kill-on-bad-exit does
+    for rank in ranks:
+        rank.end()
+
+
+def test_the_others_of_a_rank_that_dies_end_at_once(dataset: Path, tmp_path: Path) -> None:
+    ranks = two_ranks(tmp_path, dataset)
+    ranks[1].process.kill()
+    assert ranks[0].process.wait(timeout=LIMIT) == 1
+    assert "rank 0 ends too: another rank is gone" in ranks[0].text
+    for rank in ranks:
+        rank.end()
