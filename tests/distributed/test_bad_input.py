@@ -7,7 +7,6 @@ deepspeed launcher show what depends on ranks.
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -31,16 +30,14 @@ from pretrain.shards import CHUNK_TOKENS, Index, open_dataset
 from pretrain.topology import Topology
 from tests.distributed.launching import Ended, launcher, run, train_losses, write_run
 from tests.distributed.runs import small_run
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, trainer_processes
 from tools.prepare_data import main as prepare_data
 
 
 @pytest.fixture(scope="module")
 def trainer() -> ForkServerContext:
     """Processes that need not import the trainer again."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pretrain.train"])
-    return context
+    return trainer_processes()
 
 
 def _main(options: list[str], output: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from pretrain import remote
 from pretrain.data import Batch, DataConfig, open_configured, train_batches
 from pretrain.shards import DatasetError, load_index
-from pretrain.topology import free_port
+from tests.ranks import free_port
 
 s3fs = pytest.importorskip("s3fs", reason="S3 needs s3fs: pip install -e '.[remote]'")
 pytest.importorskip("moto", reason="the S3 server is not installed: pip install -e '.[s3-server]'")
