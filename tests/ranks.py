@@ -3,7 +3,8 @@
 `run_ranks(function, world_size, *args)` calls a module-level function in every rank and returns their results in rank
 order. It never leaves a process behind: the first rank that fails, or the time limit, ends them all. The ranks do not
 initialise torch.distributed; the function does that, from the usual environment variables. They are forked from a process
-that has imported the trainer and done nothing else, which saves each of them the 5 seconds of that.
+that has imported the trainer and done nothing else, which saves each of them the 5 seconds of that. So they share the seed
+of string hashes, and whatever depends on the order of a set does not show; in tests/distributed/launching.py it does.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ class RankError(RuntimeError):
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, env: dict[str, str] | None = None
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240, env: dict[str, str] | None = None
 ) -> list[Any]:
     """Calls `function(*args)` in `world_size` new processes and returns what each returned, by rank.
 

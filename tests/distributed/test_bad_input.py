@@ -28,7 +28,7 @@ from pretrain.data import DataConfig, SequenceDataset
 from pretrain.engine import initialize_distributed
 from pretrain.shards import CHUNK_TOKENS, Index, open_dataset
 from pretrain.topology import Topology
-from tests.distributed.launching import Ended, launcher, run, train_losses, write_run
+from tests.distributed.launching import LIMIT, Ended, launcher, run, train_losses, write_run
 from tests.distributed.runs import small_run
 from tests.ranks import run_ranks, trainer_processes
 from tools.prepare_data import main as prepare_data
@@ -62,7 +62,7 @@ def run_alone(trainer: ForkServerContext, options: list[str], output: Path) -> E
     """One process, no launcher."""
     process = trainer.Process(target=_main, args=(options, str(output)))
     process.start()
-    process.join(120)
+    process.join(LIMIT)
     left = [f"process {process.pid}"] if process.is_alive() else []
     process.kill()
     return Ended(process.exitcode or 0, output.read_text(), left)
