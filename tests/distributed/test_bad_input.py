@@ -140,7 +140,8 @@ def test_the_other_apex_is_refused_at_start(dataset: Path, tmp_path: Path) -> No
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from pyramid.session import UnencryptedCookieSessionFactoryConfig\n")
     (package / "models.py").touch()
-    ended = run(launcher("plain", 1), write_run(tmp_path, dataset), {"PYTHONPATH": str(package.parent)})
+    search = [str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ended = run(launcher("plain", 1), write_run(tmp_path, dataset), {"PYTHONPATH": os.pathsep.join(search)})
     ended.check_refused("not NVIDIA apex", str(package), "pip uninstall apex")
 
 
