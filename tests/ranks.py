@@ -72,6 +72,16 @@ def trainer_processes() -> ForkServerContext:
     return context
 
 
+def be_as_started(environment: dict[str, str], output: Path) -> None:
+    """Makes one of those processes like one that was started with this environment, its output to a file."""
+    multiprocessing.set_start_method(None, force=True)  # or its data workers would be those of a fork server of their own
+    os.environ.clear()
+    os.environ.update(environment)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+
+
 def _module(function: Callable[..., Any]) -> str:
     """Where to import it from, also in a script started by `python -m`."""
     spec = sys.modules["__main__"].__spec__
@@ -141,12 +151,8 @@ def _rank_main(folder: Path, environment: dict[str, str]) -> None:
     """The rank's side: run the job and leave its result. os._exit skips gloo's threads, which may wait for dead ranks."""
     os.setsid()  # so that a rank's own children (data workers) end with it
     os.chdir(REPOSITORY)
-    os.environ.clear()
-    os.environ.update(environment)
-    rank = os.environ["RANK"]
-    output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    rank = environment["RANK"]
+    be_as_started(environment, folder / f"output{rank}")
     module, name, args, timeout = pickle.loads((folder / "job").read_bytes())
     faulthandler.dump_traceback_later(timeout)
     try:

@@ -30,7 +30,7 @@ from pretrain.shards import CHUNK_TOKENS, Index, open_dataset
 from pretrain.topology import Topology
 from tests.distributed.launching import LIMIT, Ended, launcher, run, train_losses, write_run
 from tests.distributed.runs import small_run
-from tests.ranks import run_ranks, trainer_processes
+from tests.ranks import SETTING, be_as_started, run_ranks, trainer_processes
 from tools.prepare_data import main as prepare_data
 
 
@@ -40,12 +40,9 @@ def trainer() -> ForkServerContext:
     return trainer_processes()
 
 
-def _main(options: list[str], output: str) -> None:
+def _main(options: list[str], output: Path) -> None:
     """`python pretrain/train.py options` in this process, which ends."""
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    be_as_started(os.environ | SETTING, output)
     sys.argv = ["pretrain/train.py", *options]
     from pretrain.train import main
 
@@ -60,7 +57,7 @@ def _main(options: list[str], output: str) -> None:
 
 def run_alone(trainer: ForkServerContext, options: list[str], output: Path) -> Ended:
     """One process, no launcher."""
-    process = trainer.Process(target=_main, args=(options, str(output)))
+    process = trainer.Process(target=_main, args=(options, output))
     process.start()
     process.join(LIMIT)
     left = [f"process {process.pid}"] if process.is_alive() else []
