@@ -54,8 +54,18 @@ def in_order(function: Callable[[T], R], jobs: Iterable[T], processes: int) -> I
 def _results(pool: ProcessPoolExecutor, function: Callable[[T], R], jobs: Iterable[T], ahead: int) -> Iterator[R]:
     waiting: deque[Future[R]] = deque()
     for job in jobs:
-        waiting.append(pool.submit(function, job))
+        with _interrupts_delayed():  # also in a process that this starts, until it ignores them
+            waiting.append(pool.submit(function, job))
         if len(waiting) > ahead:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
+
+
+@contextmanager
+def _interrupts_delayed() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -193,7 +193,7 @@ def test_a_read_gives_the_right_tokens_or_none(dataset: Path, copy: Path, name: 
 @pytest.fixture
 def server(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
     pytest.importorskip("aiohttp", reason="HTTP needs aiohttp: pip install -e '.[remote]'")
-    monkeypatch.setattr(remote, "FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr(remote, "FIRST_BACKOFF", 0.002)
     with serving(copy) as server:
         yield server
 
@@ -219,6 +219,19 @@ def test_a_dataset_behind_a_url_is_checked_too(copy: Path, server: FileServer, m
     flip(copy / "train.blocks.bin", 3)
     assert main([server.url, "--mode", mode]) == 1
     assert "train.blocks.bin could not be read" in capsys.readouterr().out
+
+
+def test_a_process_keeps_one_shard_at_a_time(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+
+    def download(url: str, target: Path, *about: Any) -> None:
+        kept.append(len(list(target.parent.glob("*.tar"))))
+        original(url, target, *about)
+
+    original = remote.download
+    monkeypatch.setattr(remote, "download", download)
+    assert main([server.url]) == 0
+    assert len(kept) > 10 and not any(kept)
 
 
 def test_what_a_server_does_not_give_is_not_called_damaged(
@@ -313,7 +326,9 @@ def test_interrupted_it_leaves_neither_processes_nor_downloads(server: FileServe
     for shard in server.directory.glob("*.tar"):
         server.misbehave(shard.name, None, "stalls")  # the size is asked for first
     hear_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell's background job ignores
-    command = [sys.executable, verify_shards.__file__, server.url, "--processes", "2"]
+    report = tmp_path / "report.json"
+    report.write_text("of an earlier check")
+    command = [sys.executable, verify_shards.__file__, server.url, "--processes", "2", "--report", str(report)]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=hear_sigint) as process:
         wait_until(lambda: min(server.requests["train-00000.tar"], server.requests[SHARD]) > 1)
@@ -322,7 +337,7 @@ def test_interrupted_it_leaves_neither_processes_nor_downloads(server: FileServe
         _, error = process.communicate(timeout=20)
     assert (process.returncode, error) == (130, "error: interrupted\n")
     wait_until(lambda: not any(map(running, workers)))
-    assert list(tmp_path.glob("tmp*")) == []
+    assert not report.exists() and list(tmp_path.glob("tmp*")) == []
 
 
 def test_two_damaged_shards_are_two_lines(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
