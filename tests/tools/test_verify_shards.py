@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,7 @@ def copy(dataset: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(dataset, tmp_path / "copy"))
 
 
+@cache
 def read_everything(path: Path) -> list[Batch]:
     """One epoch of training and the whole validation, as a training run reads them."""
     index = open_dataset(path)
