@@ -105,17 +105,15 @@ def check_shards(index: Index, report: Report, processes: int | None) -> None:
     names = [split.shards[number].name for split, number in shards]
     sizes = [split.shards[number].bytes for split, number in shards]
     report.states = dict.fromkeys(names, "unchecked")
-    is_quick, is_remote = report.mode == "quick", index.cache is not None
-    if is_quick and not is_remote:
-        processes = 1
-    elif processes is None:
-        processes = max(DOWNLOADS if is_remote else 1, os.cpu_count() or 1)
-        processes = min(processes, 1 + sum(sizes) // PROCESS_BYTES)
+    is_quick = report.mode == "quick"
+    if is_quick and not index.cache:
+        processes = 1  # sizes of files here are known at once
+    processes = min(processes or default_processes(sum(sizes), is_remote=index.cache is not None), max(1, len(shards)))
     jobs = (shard_check(index, split, number, report.mode) for split, number in shards)
     done = bad = unreadable = 0
     with (
         Progress(len(shards), unit="shard") if is_quick else Progress(sum(sizes)) as progress,
-        in_order(check_shard, jobs, max(1, min(processes, len(shards)))) as results,
+        in_order(check_shard, jobs, processes) as results,
     ):
         for number, (name, size, checked) in enumerate(zip(names, sizes, results, strict=True), 1):
             report.add(checked.damage)
@@ -127,6 +125,10 @@ def check_shards(index: Index, report: Report, processes: int | None) -> None:
                 raise DatasetError(f"gave up after {unreadable} shards in a row that could not be read; the later ones are not checked")
             done += 1 if is_quick else size
             progress.advance(done, f"{number} of {len(shards)} shards, {bad} not ok")
+
+
+def default_processes(size: int, *, is_remote: bool) -> int:
+    return min(max(DOWNLOADS if is_remote else 1, os.cpu_count() or 1), 1 + size // PROCESS_BYTES)
 
 
 def state(damage: Sequence[Damage]) -> str:
