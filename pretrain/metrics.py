@@ -150,9 +150,15 @@ class MetricsLog:
             f"{speed['tokens_per_second']:,.0f} tokens/s{mfu}  data wait {speed['data_wait']:.1%}  memory {values['memory_gib']:.2f} GiB",
         )
 
-    def digest(self, step: int, digest: int) -> None:
-        """A row of the tokens that a step read: see `pretrain/digest.py`."""
-        self._write(step, {"batch_digest": f"{digest:016x}"}, f"batch digest {digest:016x}")
+    def digests(self, step: int, batch: int, weights: int, differing: tuple[int, int] | None) -> None:
+        """A row of what a step reads and the weights that it starts from: see `pretrain/digest.py`."""
+        if differing is not None:
+            self.say(
+                f"step {step}/{self.total_steps}  WARNING: ranks {differing[0]} and {differing[1]} hold the same weights with different values: "
+                "memory or a computation of one of them may be at fault (docs/operations.md)"
+            )
+        row = {"batch_digest": f"{batch:016x}", "weights_digest": f"{weights:016x}"}
+        self._write(step, row, f"digests: batch {batch:016x}  weights {weights:016x}")
 
     def checkpoint(self, step: int, stall_seconds: float, copied_bytes: int) -> None:
         """A row of what it cost the loop to begin a checkpoint; it is written meanwhile."""

@@ -35,7 +35,7 @@ from pretrain.checkpoint import Keep, load_newest_whole
 from pretrain.checkpoint_reader import CheckpointError, earlier_checkpoints
 from pretrain.config import RunConfig, parse_arguments
 from pretrain.data import Batch, train_batches, validation_batches
-from pretrain.digest import global_batch_digest
+from pretrain.digest import global_batch_digest, weights_digest
 from pretrain.ds_config import load_ds_config
 from pretrain.engine import build_engine, initialize_distributed
 from pretrain.memory import settle
@@ -227,7 +227,7 @@ def train(
             with speed.waiting_for_data():
                 micro_batches = list(islice(batches, engine.gradient_accumulation_steps()))
             if is_due(progress.step + 1, config.log.digest_every_steps, total_steps):
-                log.digest(progress.step + 1, global_batch_digest(micro_batches, device))
+                log.digests(progress.step + 1, global_batch_digest(micro_batches, device), *weights_digest(engine))
             watchdog.at(progress.step + 1, "forward, backward and optimizer")
             progress = progress.after_step(config)
             rate = learning_rate(config.schedule, progress.tokens)

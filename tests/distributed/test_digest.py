@@ -1,18 +1,20 @@
-"""The digest of a global batch over real ranks."""
+"""Digests over real ranks."""
 
 import os
 import re
 import struct
 import zlib
 
+import pytest
 import torch
 
 from model.parallel import initialize_model_parallel
 from pretrain.agreement import DisagreementError
 from pretrain.data import Batch
-from pretrain.digest import global_batch_digest
+from pretrain.digest import global_batch_digest, weights_digest
 from pretrain.engine import initialize_distributed
 from pretrain.topology import Topology
+from tests import toy_engine
 from tests.ranks import run_ranks
 
 
@@ -37,3 +39,31 @@ def test_ranks_of_a_model_parallel_group_that_read_different_tokens_stop() -> No
 def test_the_digest_of_a_global_batch_is_that_of_all_data_parallel_ranks() -> None:
     parts = [zlib.crc32(struct.pack("<4q", position, *tokens)) for position, tokens in enumerate([[1, 2, 3], [1, 2, 4]])]
     assert run_ranks(digest, 2, [[1, 2, 3], [1, 2, 4]], 1) == [sum(parts)] * 2
+
+
+def weights_of(corrupted: str | None) -> list[tuple[int, tuple[int, int] | None]]:
+    """In a rank of two tensor-parallel ones: digests before a step, after it, and of the same state again, with one bit of a parameter
+    flipped on rank 1 before the last."""
+    toy_engine.start(2)
+    engine = toy_engine.build(2)
+    digests = [weights_digest(engine)]
+    toy_engine.train(engine, 0, 1)
+    digests.append(weights_digest(engine))
+    if corrupted and os.environ["RANK"] == "1":
+        parameter = dict(engine.module.named_parameters())[corrupted]
+        values = engine.optimizer.get_local_fp32_param(parameter).clone()
+        values.view(torch.int32)[0] ^= 1
+        engine.optimizer.set_local_hp_param(values, parameter)
+    return [*digests, weights_digest(engine)]
+
+
+@pytest.mark.parametrize(("corrupted", "differing"), [(None, None), ("up.weight", None), ("norm.weight", (0, 1))])
+def test_the_weights_digest_changes_with_any_bit_and_names_replicas_that_differ(
+    corrupted: str | None, differing: tuple[int, int] | None
+) -> None:
+    first, second = run_ranks(weights_of, 2, corrupted)
+    before, after, again = first
+    assert first == second
+    assert before[0] != after[0]
+    assert (after[0] == again[0]) == (corrupted is None)
+    assert (before[1], after[1], again[1]) == (None, None, differing)

@@ -12,10 +12,9 @@ import pytest
 import yaml
 
 from pretrain.stopping import REQUEUE, parse_duration
-from pretrain.topology import free_port
 from tests.distributed.launching import write_run
 from tests.faults.runs import Process, same_state
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, free_port
 
 STEPS = 12
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.topology import free_port
 from pretrain.watchdog import HUNG
 from tests.distributed.launching import write_run
 from tests.faults.runs import Process
+from tests.ranks import free_port
 
 LIMIT = 12
 
