@@ -153,10 +153,8 @@ class MetricsLog:
     def digests(self, step: int, batch: int, weights: int, differing: tuple[int, int] | None) -> None:
         """A row of what a step reads and the weights that it starts from: see `pretrain/digest.py`."""
         if differing is not None:
-            self.say(
-                f"step {step}/{self.total_steps}  WARNING: ranks {differing[0]} and {differing[1]} hold the same weights with different values: "
-                "memory or a computation of one of them may be at fault (docs/operations.md)"
-            )
+            who = f"ranks {differing[0]} and {differing[1]} hold the same weights with different values"
+            self.say(f"step {step}/{self.total_steps}  WARNING: {who}: memory or a computation may be at fault (docs/operations.md)")
         row = {"batch_digest": f"{batch:016x}", "weights_digest": f"{weights:016x}"}
         self._write(step, row, f"digests: batch {batch:016x}  weights {weights:016x}")
 
