@@ -274,7 +274,7 @@ class TokenReader:
         found = zlib.crc32(ends)
         if found != expected:
             raise DamageError(
-                f"{self._split.shards[shard].name}: block {block}, doc.bin: crc32 expected {expected:08x}, found {found:08x}; "
+                f"{self._paths[shard]}: block {block}, doc.bin: crc32 expected {expected:08x}, found {found:08x}; "
                 "the file is damaged: restore it, or make the dataset again with tools/prepare_data.py"
             )
         return np.frombuffer(ends, "<u4").astype(np.int64)

@@ -56,7 +56,7 @@ def _describe_place(position: int, place: Place, read_by: ReadBy | None) -> list
     blocks = ", ".join(f"{block} ({block_key(first_block + block)})" for block in place.blocks)
     rows = {
         "source": f"{place.source}: {place.index.directory if place.index.cache is None else place.index.cache.url}",
-        "there": f"sequence {place.source_position:,} of the source's own stream, in its epoch {place.epoch + 1}",
+        "epoch": f"{place.epoch + 1} of the source; sequence {place.source_position:,} of its own stream",
         "shard": f"{split.shards[place.shard].name}, block {blocks}, tokens {place.begin:,} to {end - 1:,} of the shard",
     }
     if read_by is not None:
