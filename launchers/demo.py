@@ -21,7 +21,7 @@ import yaml
 from torch import Tensor
 
 from pretrain.checkpoint_reader import find_newest
-from pretrain.config import RunConfig, parse_arguments
+from pretrain.config import RunConfig, parse_run_config
 from pretrain.data import validation_batches
 from pretrain.shards import Index
 from pretrain.sources import open_sources
@@ -98,7 +98,7 @@ def run_part(*command: Any, threads: int | None = None) -> float:
 
 def summarize(output: Path, seconds: dict[str, float]) -> None:
     """What was made, what was learned, and what depth had to do with it."""
-    config, _ = parse_arguments(["--config", str(output / "train" / "config.yaml"), "--ds_config", DS_CONFIG])
+    config = parse_run_config(["--config", str(output / "train" / "config.yaml")])
     (index,) = open_sources(config.data).values()
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     validations = [row for row in rows if "core_gain" in row]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from model.config import ComputeConfig, GRTConfig
 from pretrain.schedule import ScheduleConfig
@@ -226,22 +226,40 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[RunConfig, Path
     Raises:
         ValueError: an unknown key, a bad value, or a config file that cannot be read.
     """
-    parser = ArgumentParser(
-        prog="train.py",
-        exit_on_error=False,
-        allow_abbrev=False,  # else a misspelt --model.num_head would set num_heads
-        description="Pretrains a GRT: deepspeed pretrain/train.py --config configs/demo.yaml --ds_config configs/ds_zero3.json",
-    )
-    parser.add_argument("--config", action="config", help="YAML file with the settings below")
+    parser = _parser("Pretrains a GRT: deepspeed pretrain/train.py --config configs/demo.yaml --ds_config configs/ds_zero3.json")
     parser.add_argument(
         "--ds_config", type=Path, required=True, help="DeepSpeed's JSON config; 'auto' values are filled from the run config"
     )
     parser.add_argument("--local_rank", type=int, help="appended by the deepspeed launcher; the environment says the same")
+    config, parsed = _parse(parser, arguments)
+    return config, parsed.ds_config
+
+
+def parse_run_config(arguments: list[str]) -> RunConfig:
+    """The run config alone, from `--config FILE --section.key value`, for what reads a run without training it.
+
+    Raises:
+        ValueError: as for `parse_arguments`.
+    """
+    return _parse(_parser("A run of pretrain/train.py"), arguments)[0]
+
+
+def _parser(description: str) -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="train.py",
+        exit_on_error=False,
+        allow_abbrev=False,  # else a misspelt --model.num_head would set num_heads
+        description=description,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with the settings below")
+    return parser
+
+
+def _parse(parser: ArgumentParser, arguments: list[str] | None) -> tuple[RunConfig, Namespace]:
     parser.add_class_arguments(RunConfig, nested_key=None, fail_untyped=True)
     try:
         parsed = parser.parse_args(arguments)
     except ArgumentError as error:
         raise ValueError(f"{' '.join(str(error).split())}. `train.py --help` lists the settings.") from error
     instantiated = parser.instantiate(parsed)
-    names = RunConfig.__dataclass_fields__
-    return RunConfig(**{name: instantiated[name] for name in names}), parsed.ds_config
+    return RunConfig(**{name: instantiated[name] for name in RunConfig.__dataclass_fields__}), parsed

@@ -61,12 +61,25 @@ class SourceSequences:
             self._prefetch(self._order, self._prefetcher, int(positions[-1]))
         shards, sequences = self.locate(positions)
         for row, position, shard, sequence in zip(*(array.tolist() for array in (rows, positions, shards, sequences)), strict=True):
-            try:
-                batch[row] = self._read(shard, sequence)
-            except DamageError as error:
-                if not self._substitutes:
-                    raise
-                batch[row] = self._read_substitute(position, error)
+            batch[row] = self._read_checked(position, shard, sequence)
+
+    def read_one(self, position: int) -> np.ndarray:
+        """The sequence at `position`, [S + 1], for who wants no others: the rest of its window is not asked for.
+
+        Raises:
+            DatasetError: from the reads.
+        """
+        (shard,), (sequence,) = self.locate(np.array([position]))
+        return self._read_checked(position, int(shard), int(sequence))
+
+    def _read_checked(self, position: int, shard: int, sequence: int) -> np.ndarray:
+        """That sequence, or where it is damaged what the config says is read instead."""
+        try:
+            return self._read(shard, sequence)
+        except DamageError as error:
+            if not self._substitutes:
+                raise
+            return self._read_substitute(position, error)
 
     def _read(self, shard: int, sequence: int) -> np.ndarray:
         return self._reader.read(shard, sequence * self._sequence_length, self._sequence_length + 1)

@@ -256,10 +256,21 @@ class CachedTokenReader(TokenReader):
         try:
             return super().read(shard, start, count)
         except DamageError:
-            descriptor = self._open_files.pop(shard)
-        self._cache.discard(self._split.shards[shard], descriptor)  # it was whole when it came
-        os.close(descriptor)
+            self._discard(shard)
         return super().read(shard, start, count)
+
+    def document_ends(self, shard: int, block: int) -> np.ndarray:
+        try:
+            return super().document_ends(shard, block)
+        except DamageError:
+            self._discard(shard)
+        return super().document_ends(shard, block)
+
+    def _discard(self, shard: int) -> None:
+        """The copy that is open was whole when it came."""
+        descriptor = self._open_files.pop(shard)
+        self._cache.discard(self._split.shards[shard], descriptor)
+        os.close(descriptor)
 
     def _open(self, shard: int) -> int:
         return self._cache.open(self._split.shards[shard])

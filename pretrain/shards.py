@@ -301,6 +301,25 @@ class TokenReader:
             )
         return np.frombuffer(data, self._dtype)[start - chunk_start : stop - chunk_start]
 
+    def document_ends(self, shard: int, block: int) -> np.ndarray:
+        """Where the documents of a shard's block end, in tokens from the block's first: int64 [documents].
+
+        Raises:
+            DatasetError: the file is missing or short, or doc.bin does not match its crc32; names shard, block, expected and found.
+        """
+        number = int(self._split.first_block[shard]) + block
+        row = {name: int(column[number]) for name, column in self._split.columns.items()}
+        ends = self._pread(shard, row["document_offset"], 4 * row["documents"])
+        chunks = -(-row["tokens"] // CHUNK_TOKENS)
+        expected = int.from_bytes(self._pread(shard, row["crc_offset"] + 4 * chunks, 4), "little")
+        found = zlib.crc32(ends)
+        if found != expected:
+            raise DamageError(
+                f"{self._paths[shard]}: block {block}, doc.bin: crc32 expected {expected:08x}, found {found:08x}; "
+                "the file is damaged: restore it, or make the dataset again with tools/prepare_data.py"
+            )
+        return np.frombuffer(ends, "<u4").astype(np.int64)
+
     def _pread(self, shard: int, offset: int, count: int) -> bytes:
         path = self._paths[shard]
         try:

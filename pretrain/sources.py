@@ -196,9 +196,11 @@ class Share(NamedTuple):
     epochs: float  # of the source
 
 
-def shares(config: DataConfig, sources: Mapping[str, Index], phases: Sequence[Phase], start: int, end: int) -> dict[str, Share]:
-    """What positions [start, end) read of each source, by name."""
-    mixture = Mixture(phases, seed=0)
+def shares(
+    config: DataConfig, sources: Mapping[str, Index], phases: Sequence[Phase], start: int, end: int, seed: int = 0
+) -> dict[str, Share]:
+    """What positions [start, end) read of each source, by name. Another seed moves sequences only within the BLOCKs that they cut."""
+    mixture = Mixture(phases, seed)
     counts = dict(zip(mixture.sources, (mixture.counts(end) - mixture.counts(start)).tolist(), strict=True))
     found = {}
     for name, index in sources.items():

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from model.config import ComputeConfig
-from pretrain.config import RunConfig, parse_arguments
+from pretrain.config import RunConfig, parse_run_config
 from pretrain.memory import GIB, Layout, activations
 from tools.planning import RESIDENCIES, Estimate, Machine, depths, estimate, search
 
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         latency=args.latency,
     )
     try:
-        config = parse_arguments(["--config", str(args.config), "--ds_config", str(args.ds_config), *overrides])[0]
+        config = parse_run_config(["--config", str(args.config), *overrides])
         budget_tokens = int(args.budget_tokens or config.schedule.total_tokens)
         if args.sweep:
             sweep(config, args.sweep, machine, args.ds_config, budget_tokens)

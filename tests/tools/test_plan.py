@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from model.config import PRESETS, ComputeConfig
-from pretrain.config import RunConfig, parse_arguments
+from pretrain.config import RunConfig, parse_run_config
 from pretrain.memory import GIB, Layout
 from tools.plan import DS_CONFIG, gpu_counts, main, number
 from tools.planning import Machine, depths, estimate, executed_flops, search
@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(path: Path) -> RunConfig:
-    return parse_arguments(["--config", str(path), "--ds_config", "unused"])[0]
+    return parse_run_config(["--config", str(path)])
 
 
 def run(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[int, str, str]:
