@@ -9,8 +9,6 @@ shards come to this node is `pretrain/shard_cache.py`.
 import hashlib
 import json
 import os
-import struct
-import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -21,6 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tokenizer.fingerprint import files_sha256
+
+try:
+    from zlib_ng.zlib_ng import crc32  # the same function, ten times as fast
+except ImportError:
+    from zlib import crc32
 
 if TYPE_CHECKING:
     from pretrain.shard_cache import ShardCache
@@ -110,7 +113,7 @@ def chunk_crcs(tokens: bytes, itemsize: int) -> list[int]:
     """crc32 of each 4,096-token chunk of a token payload."""
     step = CHUNK_TOKENS * itemsize
     view = memoryview(tokens)
-    return [zlib.crc32(view[start : start + step]) for start in range(0, len(view), step)]
+    return [crc32(view[start : start + step]) for start in range(0, len(view), step)]
 
 
 def open_dataset(path: Path) -> Index:
@@ -215,13 +218,25 @@ def tokenizer_damage(index: Index) -> list[str]:
     return []
 
 
+def _match(data: bytes, step: int, crcs: memoryview, chunk: int) -> bool:
+    """Whether pieces of `step` bytes have the crc32 that `crcs` holds from number `chunk` on."""
+    if len(data) <= step:
+        return crc32(data) == crcs[chunk]
+    view = memoryview(data)
+    for begin in range(0, len(data), step):
+        if crc32(view[begin : begin + step]) != crcs[chunk]:
+            return False
+        chunk += 1
+    return True
+
+
 class _Layout(NamedTuple):
     """Where an open shard's blocks lie: plain numbers, since NumPy's scalars would take longer than the reads."""
 
     begins: list[int]  # each block's first token in the shard's stream, and the end of the last
     token_offsets: list[int]
     crc_offsets: list[int]
-    crcs: dict[int, bytes]  # block -> its tok.bin's part of crc.bin, once read: 1 KiB a million tokens
+    crcs: dict[int, memoryview]  # block -> the uint32 of its tok.bin's chunks, once read: 1 KiB a million tokens
 
 
 class TokenReader:
@@ -243,12 +258,14 @@ class TokenReader:
         """
         begins = (self._layouts.get(shard) or self._describe(shard)).begins
         block, end = bisect_right(begins, start) - 1, start + count
+        if end <= begins[block + 1]:
+            return self._read_block(shard, block, start - begins[block], end - begins[block])
         pieces = []
         while start < end:
             stop = min(end, begins[block + 1])
             pieces.append(self._read_block(shard, block, start - begins[block], stop - begins[block]))
             start, block = stop, block + 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return np.concatenate(pieces)
 
     def _describe(self, shard: int) -> _Layout:
         first, end = self._split.first_block[shard : shard + 2].tolist()
@@ -268,24 +285,22 @@ class TokenReader:
         chunk_start = first_chunk * CHUNK_TOKENS
         chunk_stop = min(-(-stop // CHUNK_TOKENS) * CHUNK_TOKENS, layout.begins[block + 1] - layout.begins[block])
         data = self._pread(shard, layout.token_offsets[block] + chunk_start * itemsize, (chunk_stop - chunk_start) * itemsize)
-        found = chunk_crcs(data, itemsize)
-        packed = struct.pack(f"<{len(found)}I", *found)
         crcs = layout.crcs.get(block) or self._read_crcs(shard, block)
-        if not crcs.startswith(packed, 4 * first_chunk):
+        if not _match(data, CHUNK_TOKENS * itemsize, crcs, first_chunk):
             crcs = self._read_crcs(shard, block)  # those kept may be of a damaged copy that was replaced since
-            if not crcs.startswith(packed, 4 * first_chunk):
-                raise DamageError(self._damage(shard, block, first_chunk, crcs, found))
+            if not _match(data, CHUNK_TOKENS * itemsize, crcs, first_chunk):
+                raise DamageError(self._damage(shard, block, first_chunk, crcs, chunk_crcs(data, itemsize)))
         return np.frombuffer(data, self._dtype, stop - start, (start - chunk_start) * itemsize)
 
-    def _read_crcs(self, shard: int, block: int) -> bytes:
+    def _read_crcs(self, shard: int, block: int) -> memoryview:
         layout = self._layouts[shard]
         chunks = -(-(layout.begins[block + 1] - layout.begins[block]) // CHUNK_TOKENS)
-        layout.crcs[block] = self._pread(shard, layout.crc_offsets[block], 4 * chunks)
+        layout.crcs[block] = np.frombuffer(self._pread(shard, layout.crc_offsets[block], 4 * chunks), "<u4").astype(np.uint32).data
         return layout.crcs[block]
 
-    def _damage(self, shard: int, block: int, first_chunk: int, crcs: bytes, found: list[int]) -> str:
+    def _damage(self, shard: int, block: int, first_chunk: int, crcs: memoryview, found: list[int]) -> str:
         """Names the first chunk from `first_chunk` on whose crc32 is not the expected one."""
-        expected = struct.unpack_from(f"<{len(found)}I", crcs, 4 * first_chunk)
+        expected = crcs[first_chunk : first_chunk + len(found)].tolist()
         bad = next(number for number in range(len(found)) if found[number] != expected[number])
         return (
             f"{self._path(shard)}: block {block}, tokens from {(first_chunk + bad) * CHUNK_TOKENS}: crc32 expected {expected[bad]:08x}, "
