@@ -18,10 +18,10 @@ from model.config import PRESETS, ComputeConfig
 from model.parallel import ParallelGroups
 from pretrain.communication import optimizer_step
 from pretrain.config import OptimConfig, ParallelConfig, RunConfig
-from pretrain.data import DataConfig
 from pretrain.ds_config import load_ds_config
 from pretrain.memory import Layout, memory
 from pretrain.schedule import ScheduleConfig
+from pretrain.sources import DataConfig
 from pretrain.zero_replay import ZeroSettings
 from tests.distributed.runs import start
 from tests.ranks import REPOSITORY, run_ranks
@@ -34,7 +34,7 @@ def run_config(preset: str, length: int, tensor_parallel: int, residency: Any, c
     return RunConfig(
         run_dir=Path("unused"),
         model=PRESETS[preset],
-        data=DataConfig(Path("unused"), sequence_length=length),
+        data=DataConfig(path="unused", sequence_length=length),
         schedule=ScheduleConfig(total_tokens=10**9, learning_rate=1e-4),
         optim=OptimConfig(global_batch_size=2 // tensor_parallel),
         parallel=ParallelConfig(tensor_parallel, micro_batch_size=1, core_residency=residency),

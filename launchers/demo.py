@@ -22,8 +22,9 @@ from torch import Tensor
 
 from pretrain.checkpoint_reader import find_newest
 from pretrain.config import RunConfig, parse_arguments
-from pretrain.data import open_configured, validation_batches
+from pretrain.data import validation_batches
 from pretrain.shards import Index
+from pretrain.sources import open_sources
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG, DS_CONFIG = "configs/demo.yaml", "configs/ds_zero3.json"
@@ -98,7 +99,7 @@ def run_part(*command: Any, threads: int | None = None) -> float:
 def summarize(output: Path, seconds: dict[str, float]) -> None:
     """What was made, what was learned, and what depth had to do with it."""
     config, _ = parse_arguments(["--config", str(output / "train" / "config.yaml"), "--ds_config", DS_CONFIG])
-    index = open_configured(config.data)
+    (index,) = open_sources(config.data).values()
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     validations = [row for row in rows if "core_gain" in row]
     speed = median(row["tokens_per_second"] for row in rows if "loss" in row)

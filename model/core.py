@@ -137,13 +137,13 @@ class RecurrentCore(nn.Module):
             self._recurrence = torch.compile(self._compute_recurrence, fullgraph=whole, dynamic=False)
 
     def forward(
-        self, anchor: Tensor, mask: Tensor | None, rotary: Tensor | None, depth: int, positions: Tensor | None, measure: bool
+        self, anchor: Tensor, documents: Tensor | None, rotary: Tensor | None, depth: int, positions: Tensor | None, measure: bool
     ) -> tuple[Tensor, Tensor]:
         """Runs `depth` recurrences; depth 0 returns the anchor, but through this forward, on which ZeRO-3's trace relies.
 
         Args:
             anchor: [T, B, D].
-            mask, rotary: as in `Attention`.
+            documents, rotary: as in `Attention`.
             positions: int64 [T, B], global token positions, which key the noise; None for the noise-free core.
             measure: whether to take statistics of the gate.
 
@@ -160,7 +160,7 @@ class RecurrentCore(nn.Module):
         hidden = anchor
         measured = []
         for recurrence, noise in enumerate(noises, start=1):
-            inputs = (hidden, fixed, mask, rotary, noise, measure)
+            inputs = (hidden, fixed, documents, rotary, noise, measure)
             if recurrence <= without_gradient:
                 with torch.no_grad():
                     hidden, statistics = self._recur(*inputs)
@@ -176,17 +176,23 @@ class RecurrentCore(nn.Module):
         return HoistedAnchor(half_linear(self.projection.weight, anchor), self.gate.hoist(anchor))
 
     def _recur(
-        self, hidden: Tensor, anchor: Tensor | HoistedAnchor, mask: Tensor | None, rotary: Tensor | None, noise: Noise | None, measure: bool
+        self,
+        hidden: Tensor,
+        anchor: Tensor | HoistedAnchor,
+        documents: Tensor | None,
+        rotary: Tensor | None,
+        noise: Noise | None,
+        measure: bool,
     ) -> tuple[Tensor, Tensor]:
         """One recurrence. Returns the new state, and its row of statistics (empty unless asked for)."""
-        updated, gate_mean = self._recurrence(hidden, anchor, mask, rotary, noise)
+        updated, gate_mean = self._recurrence(hidden, anchor, documents, rotary, noise)
         if not measure:
             return updated, hidden.new_empty(0)
         with torch.no_grad():
             return updated, torch.stack((gate_mean.float().mean(), (updated - hidden).float().norm() / hidden.float().norm()))
 
     def _compute_recurrence(
-        self, hidden: Tensor, anchor: Tensor | HoistedAnchor, mask: Tensor | None, rotary: Tensor | None, noise: Noise | None
+        self, hidden: Tensor, anchor: Tensor | HoistedAnchor, documents: Tensor | None, rotary: Tensor | None, noise: Noise | None
     ) -> tuple[Tensor, Tensor]:
         """The new state, and the gate's mean of each token. The recurrence is a number in a tensor here, so this is compiled once."""
         config = self.config
@@ -198,7 +204,7 @@ class RecurrentCore(nn.Module):
             logits = self.gate(state, anchor)
             candidate = self.projection(torch.cat((state.noisy, anchor), dim=-1))
         for block in self.blocks:
-            candidate = block(candidate, mask, rotary)
+            candidate = block(candidate, documents, rotary)
         return self.tail(
             logits,
             self.gate.w2.bias,

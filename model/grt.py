@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import VocabParallelEmbedding
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from model.attention import attention_documents, document_positions
 from model.config import ComputeConfig, GRTConfig
 from model.core import RecurrentCore
 from model.initialization import keyed_normal, replicated
@@ -129,8 +130,7 @@ class GRT(nn.Module):
         *,
         depth: int,
         sequences_B: Tensor | None = None,
-        positions_BS: Tensor | None = None,
-        segments_BS: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         weights_BS: Tensor | None = None,
         measure: bool = False,
     ) -> tuple[Tensor, Tensor]:
@@ -141,8 +141,9 @@ class GRT(nn.Module):
             targets_BS: int64 [B, S]; None returns logits.
             depth: recurrences, any number from 0; ignored by a dense model.
             sequences_B: int64 [B], number of each sequence in the stream, which keys the noise; None means noise-free (evaluation).
-            positions_BS: int64 [B, S], position of each token in its document; None counts from 0.
-            segments_BS: int64 [B, S], document of each token: attention stays inside it; None means one document.
+            cu_seqlens: int32 [documents + 1], where each document begins among the B * S tokens laid end to end, then B * S, repeated at
+                will: attention stays inside documents, and positions count from their beginning. Each sequence begins one. None means
+                one document a sequence.
             weights_BS: fp32 [B, S], weight of each token's loss in the sum; None means the mean of all tokens.
             measure: whether to take the core's statistics.
 
@@ -155,31 +156,27 @@ class GRT(nn.Module):
         length = tokens_BS.shape[1]
         if length > self.config.max_positions:
             raise ValueError(f"The sequence has {length} tokens; model.max_positions allows {self.config.max_positions}.")
-        if positions_BS is None:
+        if cu_seqlens is None:
             positions_BS = torch.arange(length, device=tokens_BS.device).expand_as(tokens_BS)
+        else:
+            positions_BS = document_positions(cu_seqlens, tokens_BS)
         hidden = self.embedding(tokens_BS, positions_BS)
         rotary = None
         if self.config.position == "rope":
             rotary = rotary_embedding(positions_BS, self.config.head_size, self.config.rope_theta, hidden.dtype)
-        mask = None if segments_BS is None else segment_mask(segments_BS)
+        documents = None if cu_seqlens is None else attention_documents(cu_seqlens, tokens_BS.shape, hidden.dtype, self.config.head_size)
 
         for block in self.prelude:
-            hidden = block(hidden, mask, rotary)
+            hidden = block(hidden, documents, rotary)
         core_statistics = hidden.new_zeros(0, 2)
         if self.core is not None:
             positions = None if sequences_B is None else own_tokens(noise_positions(sequences_B, length), self.parallel)
-            hidden, core_statistics = self.core(hidden, mask, rotary, depth, positions, measure)
+            hidden, core_statistics = self.core(hidden, documents, rotary, depth, positions, measure)
         for block in self.coda:
-            hidden = block(hidden, mask, rotary)
+            hidden = block(hidden, documents, rotary)
         return self.head(self.final_norm(hidden), targets_BS, weights_BS), core_statistics
 
 
 def noise_positions(sequences_B: Tensor, length: int) -> Tensor:
     """int64 [S, B]: global position of each token, sequence number x length + offset."""
     return sequences_B * length + torch.arange(length, device=sequences_B.device)[:, None]
-
-
-def segment_mask(segments_BS: Tensor) -> Tensor:
-    """bool [B, 1, S, S]: query i may attend to key j <= i of the same segment."""
-    same = segments_BS[:, :, None] == segments_BS[:, None, :]
-    return same.tril()[:, None]

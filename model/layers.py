@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from model.attention import causal_attention
 from model.config import GRTConfig
 from model.initialization import keyed_normal, replicated
 from model.parallel import enter_tensor_parallel
@@ -100,18 +101,17 @@ class Attention(nn.Module):
         d, kv_size = config.hidden_size, config.kv_heads * config.head_size
         self.parallel = parallel
         self.head_size = config.head_size
-        self.grouped = config.kv_heads != config.num_heads
         # Separate matrices: a fused one, split over ranks, would not be a slice of the whole.
         self.q = column_parallel(d, d, f"{name}.q", config.init_std, parallel, seed)
         self.k = column_parallel(d, kv_size, f"{name}.k", config.init_std, parallel, seed)
         self.v = column_parallel(d, kv_size, f"{name}.v", config.init_std, parallel, seed)
         self.out = row_parallel(d, d, f"{name}.out", config.residual_init_std, parallel, seed)
 
-    def forward(self, x: Tensor, mask: Tensor | None, rotary: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None, rotary: Tensor | None) -> Tensor:
         """[T, B, D] -> [T, B, D].
 
         Args:
-            mask: bool [B, 1, S, S], True where attention is allowed; None means causal.
+            documents: from `attention_documents`; None: one document a sequence.
             rotary: [2, S, B, 1, H], or None.
         """
         x = enter_tensor_parallel(x, self.parallel)
@@ -120,15 +120,7 @@ class Attention(nn.Module):
         v_SBKH = self.v(x)[0].unflatten(-1, (-1, self.head_size))
         if rotary is not None:
             q_SBNH, k_SBKH = _rotate(q_SBNH, rotary), _rotate(k_SBKH, rotary)
-        attended_BNSH = F.scaled_dot_product_attention(
-            q_SBNH.permute(1, 2, 0, 3),
-            k_SBKH.permute(1, 2, 0, 3),
-            v_SBKH.permute(1, 2, 0, 3),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=self.grouped,
-        )
-        return self.out(attended_BNSH.permute(2, 0, 1, 3).flatten(2))[0]
+        return self.out(causal_attention(q_SBNH, k_SBKH, v_SBKH, documents).flatten(2))[0]
 
 
 class MLP(nn.Module):
@@ -164,14 +156,14 @@ class Block(nn.Module):
         self.mlp_norm = Norm(config.hidden_size, config, parallel.params_dtype)
         self.mlp = MLP(config, f"{name}.mlp", parallel, seed)
 
-    def forward(self, hidden: Tensor, mask: Tensor | None, rotary: Tensor | None) -> Tensor:
-        """[T, B, D] -> [T, B, D]; mask and rotary as in `Attention`."""
+    def forward(self, hidden: Tensor, documents: Tensor | None, rotary: Tensor | None) -> Tensor:
+        """[T, B, D] -> [T, B, D]; documents and rotary as in `Attention`."""
         if self.keeps_input_only and torch.is_grad_enabled():
-            return checkpointed(self._compute, hidden, mask, rotary)
-        return self._compute(hidden, mask, rotary)
+            return checkpointed(self._compute, hidden, documents, rotary)
+        return self._compute(hidden, documents, rotary)
 
-    def _compute(self, hidden: Tensor, mask: Tensor | None, rotary: Tensor | None) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), mask, rotary)
+    def _compute(self, hidden: Tensor, documents: Tensor | None, rotary: Tensor | None) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), documents, rotary)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 

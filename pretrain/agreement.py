@@ -20,14 +20,15 @@ class DisagreementError(RuntimeError):
     """Ranks differ; raised on all of them, with the same message."""
 
 
-def require_same_run(config: RunConfig, ds_config: dict[str, Any], dataset_fingerprint: str) -> None:
+def require_same_run(config: RunConfig, ds_config: dict[str, Any], fingerprints: dict[str, str]) -> None:
     """Compares with the other ranks. Called by all of them.
 
     Raises:
         DisagreementError: a setting, the dataset (behind a URL it may change meanwhile), the sampled depths or a package version differs.
     """
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, _settings(config, ds_config) | {"the dataset's fingerprint": dataset_fingerprint})
+    datasets = {f"the fingerprint of the dataset {name}": fingerprint for name, fingerprint in fingerprints.items()}
+    torch.distributed.all_gather_object(everyone, _settings(config, ds_config) | datasets)
     first = everyone[0]
     for rank, other in enumerate(everyone):
         for name in first | other:  # in order: settings before what follows from them

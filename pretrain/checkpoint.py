@@ -56,9 +56,9 @@ class Zero3Parameter(Protocol):
 def save_checkpoint(
     engine: DeepSpeedEngine,
     directory: Path,
-    progress: dict[str, int],
+    progress: dict[str, Any],
     config: dict[str, Any],
-    identity: dict[str, str | int],
+    identity: dict[str, Any],
     keep: int | None,
 ) -> Path:
     """Saves the engine's masters and Adam state to `directory`/step_N, N = progress["step"]. Called by every rank.
@@ -169,7 +169,7 @@ def _remove_leftovers(directory: Path) -> None:
 # ---- loading ----
 
 
-def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Path) -> dict[str, int]:
+def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Path) -> dict[str, Any]:
     """Puts a checkpoint of any layout into the engine and returns the `progress` it was saved with. Called by every rank.
 
     Restored: fp32 masters, Adam moments and step count, the low-precision weights, also those kept gathered. The files'

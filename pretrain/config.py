@@ -12,8 +12,8 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser
 
 from model.config import ComputeConfig, GRTConfig
-from pretrain.data import DataConfig
 from pretrain.schedule import ScheduleConfig
+from pretrain.sources import DataConfig
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,9 @@ class OptimConfig:
     """AdamW; weight decay applies to matrices and the token embedding only."""
 
     global_batch_size: int = 480  # sequences an optimizer step
+    # A ramp: from initial_batch_size in equal steps of as many sequences to global_batch_size, which is reached after ramp_tokens.
+    initial_batch_size: int | None = None
+    ramp_tokens: int | None = None
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -35,6 +38,17 @@ class OptimConfig:
         for name in ("weight_decay", "gradient_clip"):
             _require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "at least 0")
         _require(self.global_batch_size >= 1, "optim.global_batch_size", self.global_batch_size, "at least 1")
+        if (self.initial_batch_size is None) != (self.ramp_tokens is None):
+            raise ValueError("optim.initial_batch_size and optim.ramp_tokens make a ramp together: give both, or none.")
+        if self.initial_batch_size is not None and self.ramp_tokens is not None:
+            divides = self.initial_batch_size >= 1 and self.global_batch_size % self.initial_batch_size == 0
+            _require(
+                divides,
+                "optim.initial_batch_size",
+                self.initial_batch_size,
+                f"a divisor of optim.global_batch_size {self.global_batch_size}",
+            )
+            _require(self.ramp_tokens >= 1, "optim.ramp_tokens", self.ramp_tokens, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -88,10 +102,12 @@ class EvalConfig:
 @dataclass(frozen=True)
 class LogConfig:
     every_steps: int = 10
+    digest_every_steps: int = 100  # of the batch's tokens, by which two runs are compared, and the ranks of a model-parallel group
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
-        _require(self.every_steps >= 1, "log.every_steps", self.every_steps, "at least 1")
+        for name in ("every_steps", "digest_every_steps"):
+            _require(getattr(self, name) >= 1, f"log.{name}", getattr(self, name), "at least 1")
 
 
 @dataclass(frozen=True)
@@ -127,7 +143,17 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
+        """After the ramp, if there is one."""
         return self.optim.global_batch_size * self.data.sequence_length
+
+    def batch_size(self, position: int) -> int:
+        """Sequences of the optimizer step that starts at `position` of the stream."""
+        optim = self.optim
+        if optim.initial_batch_size is None or optim.ramp_tokens is None:
+            return optim.global_batch_size
+        increases = optim.global_batch_size // optim.initial_batch_size - 1
+        made = position * self.data.sequence_length * increases // optim.ramp_tokens
+        return optim.initial_batch_size * (1 + min(made, increases))
 
     @property
     def evaluation_depths(self) -> list[int]:
@@ -153,23 +179,25 @@ class RunConfig:
         return world_size // tensor_parallel
 
     def accumulation_steps(self, data_parallel: int) -> int:
-        """Micro-batches an optimizer step of each rank.
+        """Micro-batches an optimizer step of each rank, after the ramp.
 
         Raises:
-            ValueError: the global batch is not a multiple of micro-batch times data-parallel ranks.
+            ValueError: the global batch, or the ramp's first, is not a multiple of micro-batch times data-parallel ranks.
         """
         per_micro_step = self.parallel.micro_batch_size * data_parallel
-        if self.optim.global_batch_size % per_micro_step:
-            raise ValueError(
-                f"optim.global_batch_size is {self.optim.global_batch_size}, which is not a multiple of parallel.micro_batch_size "
-                f"{self.parallel.micro_batch_size} times {data_parallel} data-parallel ranks."
-            )
+        for name in ("initial_batch_size", "global_batch_size"):
+            size = getattr(self.optim, name)
+            if size is not None and size % per_micro_step:
+                raise ValueError(
+                    f"optim.{name} is {size}, which is not a multiple of parallel.micro_batch_size {self.parallel.micro_batch_size} times "
+                    f"{data_parallel} data-parallel ranks."
+                )
         return self.optim.global_batch_size // per_micro_step
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values only, as YAML and JSON can hold them."""
         plain = asdict(self)
-        plain["run_dir"], plain["data"]["path"] = str(self.run_dir), str(self.data.path)
+        plain["run_dir"] = str(self.run_dir)
         return plain
 
 

@@ -26,7 +26,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 class Speedometer:
-    """Tokens a second and model FLOPs utilisation since the last reading.
+    """Tokens a second, model FLOPs utilisation, and the share of the time spent waiting for data, since the last reading.
 
     FLOPs follow the nominal convention of `GRTConfig.forward_flops_per_token` at the depth that each step ran, without recomputation.
     """
@@ -39,10 +39,16 @@ class Speedometer:
         self._start()
 
     def _start(self) -> None:
-        self.since, self.tokens, self.flops = time.perf_counter(), 0, 0
+        self.since, self.tokens, self.flops, self.waited = time.perf_counter(), 0, 0, 0.0
 
-    def step(self, depth: int) -> None:
-        tokens = self.config.tokens_per_step
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - start
+
+    def step(self, depth: int, sequences: int) -> None:
+        tokens = sequences * self.config.data.sequence_length
         self.tokens += tokens
         self.flops += 3 * tokens * self.config.model.forward_flops_per_token(self.config.data.sequence_length, depth)
 
@@ -55,7 +61,7 @@ class Speedometer:
 
     def read(self) -> dict[str, float]:
         seconds = time.perf_counter() - self.since
-        speed = {"tokens_per_second": self.tokens / seconds}
+        speed = {"tokens_per_second": self.tokens / seconds, "data_wait": self.waited / seconds}
         if self.peak is not None:
             speed["mfu"] = self.flops / seconds / self.peak
         self._start()
@@ -141,26 +147,40 @@ class MetricsLog:
             progress.step,
             values,
             f"loss {loss:.4f}  depth {depth}  lr {learning_rate:.2e}  grad norm {gradient_norm:.3f}  "
-            f"{speed['tokens_per_second']:,.0f} tokens/s{mfu}  memory {values['memory_gib']:.2f} GiB",
+            f"{speed['tokens_per_second']:,.0f} tokens/s{mfu}  data wait {speed['data_wait']:.1%}  memory {values['memory_gib']:.2f} GiB",
         )
 
-    def validation(self, step: int, losses: dict[int, float], full_depth: int) -> None:
-        """A row of validation losses by depth, with what the core and what depth gain; gains are absent for a dense model."""
+    def digest(self, step: int, digest: int) -> None:
+        """A row of the tokens that a step read: see `pretrain/digest.py`."""
+        self._write(step, {"batch_digest": f"{digest:016x}"}, f"batch digest {digest:016x}")
+
+    def validation(self, step: int, losses: dict[int, float], by_source: dict[str, dict[int, float]], full_depth: int) -> None:
+        """A row of validation losses by depth, with what the core and what depth gain; gains are absent for a dense model.
+
+        Args:
+            losses: over all sources.
+            by_source: of each source of a mixture; empty where there is one.
+        """
         values = {f"validation_loss/depth_{depth}": loss for depth, loss in losses.items()}
+        for source, of_source in by_source.items():
+            values |= {f"validation_loss/{source}/depth_{depth}": loss for depth, loss in of_source.items()}
         if full_depth:
             values |= {"core_gain": losses[0] - losses[full_depth], "depth_gain": losses[1] - losses[full_depth]}
         shown = "  ".join(f"depth {depth}: {loss:.4f}" for depth, loss in losses.items())
         gains = f"  core gain {values['core_gain']:.4f}  depth gain {values['depth_gain']:.4f}" if full_depth else ""
-        self._write(step, values, f"validation loss  {shown}{gains}")
+        sources = "".join(f"  {source}: {of_source[full_depth]:.4f}" for source, of_source in by_source.items())
+        self._write(step, values, f"validation loss  {shown}{gains}{f'  at depth {full_depth}{sources}' if sources else ''}")
 
     def _write(self, step: int, values: dict[str, Any], line: str) -> None:
         if not self.enabled:
             return
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
+        # JSON has no NaN.
+        finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
         self.file.write(json.dumps({"step": step, **finite}) + "\n")
         if self.writer is not None:
             for name, value in values.items():
-                self.writer.add_scalar(name, value, step)
+                if not isinstance(value, str):
+                    self.writer.add_scalar(name, value, step)
         self.say(f"step {step}/{self.total_steps}  {line}")
 
     def say(self, line: str) -> None:

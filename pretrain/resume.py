@@ -5,13 +5,18 @@ Layout, logging, evaluation and checkpointing may change at a resume. Everything
 named in `checkpoint.allow_change`.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint_reader import CheckpointReader, find_newest
 from pretrain.config import RunConfig
+from pretrain.mixture import Phase, continued
 from pretrain.shards import Index
+from pretrain.sources import ONLY_SOURCE, configured_phases
+
+BEFORE = {"data.document_boundaries": "none"}  # what checkpoints that lack a setting were made with
 
 
 @dataclass(frozen=True)
@@ -22,30 +27,42 @@ class Progress:
     step: int = 0  # optimizer steps
     position: int = 0  # sequences consumed
     tokens: int = 0
+    mixture: Sequence[Phase] = ()  # of the stream that was read, and of what follows
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def after_step(self, config: RunConfig) -> "Progress":
-        return Progress(self.step + 1, self.position + config.optim.global_batch_size, self.tokens + config.tokens_per_step)
+        sequences = config.batch_size(self.position)
+        tokens = self.tokens + sequences * config.data.sequence_length
+        return replace(self, step=self.step + 1, position=self.position + sequences, tokens=tokens)
 
 
-def identity(config: RunConfig, index: Index) -> dict[str, str | int]:
+def identity(config: RunConfig, sources: Mapping[str, Index]) -> dict[str, Any]:
     """What must agree between a checkpoint and the run that resumes from it, by setting."""
     values: dict[str, Any] = {
-        "dataset": index.fingerprint,
-        "tokenizer": index.tokenizer_fingerprint,
+        "tokenizer": next(iter(sources.values())).tokenizer_fingerprint,
         "seed": config.seed,
         "data.sequence_length": config.data.sequence_length,
         "data.window_shards": config.data.window_shards,
+        "data.document_boundaries": config.data.document_boundaries,
     }
+    if config.data.path is not None:
+        values["dataset"] = sources[ONLY_SOURCE].fingerprint
+    else:
+        values |= {f"dataset.{name}": index.fingerprint for name, index in sources.items()}
+        names = {index.fingerprint: name for name, index in sources.items()}
+        values["data.mixture"] = {
+            f"from sequence {phase.first_position}": {names[source]: weight for source, weight in phase.weights.items()}
+            for phase in configured_phases(config.data, sources)
+        }
     sections = config.as_dict()
     for section in ("model", "schedule", "optim"):
         values |= {f"{section}.{name}": value for name, value in sections[section].items()}
     return values
 
 
-def find_checkpoint(config: RunConfig, current: dict[str, str | int]) -> Path | None:
+def find_checkpoint(config: RunConfig, current: dict[str, Any]) -> Path | None:
     """The checkpoint to resume from, checked against this run's identity; None for a fresh start.
 
     It is the newest complete one of the run directory. While that has none, it is the one that checkpoint.resume names, if any.
@@ -64,10 +81,23 @@ def find_checkpoint(config: RunConfig, current: dict[str, str | int]) -> Path | 
     return chosen
 
 
+def stream_phases(config: RunConfig, sources: Mapping[str, Index], checkpoint: Path | None) -> list[Phase]:
+    """The mixture of the whole stream: as the checkpoint's run has read it until its position, as the config says it from there on."""
+    wanted = configured_phases(config.data, sources)
+    if checkpoint is None:
+        return wanted
+    manifest = CheckpointReader(checkpoint).manifest
+    progress = manifest["progress"]
+    # Without a mixture: made when a run had one dataset.
+    read = progress.get("mixture") or [(0, {manifest["identity"]["dataset"]: 1.0})]
+    return continued([Phase(*phase) for phase in read], wanted, progress["position"])
+
+
 def _check_identity(saved: dict[str, Any], current: dict[str, Any], allowed: list[str], checkpoint: Path) -> None:
     for entry in allowed:
         if not any(name == entry or name.startswith(f"{entry}.") for name in current):
             raise ValueError(f"checkpoint.allow_change names {entry}, but what is compared at a resume is {', '.join(sorted(current))}.")
+    saved = BEFORE | saved
     for name in sorted(saved.keys() | current.keys()):
         if saved.get(name) == current.get(name) or any(name == entry or name.startswith(f"{entry}.") for entry in allowed):
             continue

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import islice
@@ -34,14 +34,16 @@ from pretrain.agreement import DisagreementError, require_same_run
 from pretrain.checkpoint import load_checkpoint, save_checkpoint
 from pretrain.checkpoint_reader import CheckpointError
 from pretrain.config import RunConfig, parse_arguments
-from pretrain.data import Batch, open_configured, sequences_per_shard, train_batches, validation_batches
+from pretrain.data import Batch, train_batches, validation_batches
+from pretrain.digest import global_batch_digest
 from pretrain.ds_config import load_ds_config
 from pretrain.engine import build_engine, initialize_distributed
 from pretrain.memory import settle
 from pretrain.metrics import MetricsLog, Speedometer
-from pretrain.resume import Progress, find_checkpoint, identity
+from pretrain.resume import Progress, find_checkpoint, identity, stream_phases
 from pretrain.schedule import learning_rate
 from pretrain.shards import TOKENIZER_FOLDER, DatasetError, Index
+from pretrain.sources import open_sources, require_epochs, sequences_per_shard, shares
 from pretrain.topology import Topology
 from pretrain.validation import validation_losses
 
@@ -53,14 +55,14 @@ def main() -> None:
     try:
         topology = Topology.from_environment(os.environ)
         config, ds_config_path = parse_arguments()
-        config, ds_config, index, checkpoint = check_before_start(config, ds_config_path, topology)
+        config, ds_config, sources, checkpoint = check_before_start(config, ds_config_path, topology)
     except (ValueError, OSError, RuntimeError, DatasetError) as error:
         if topology is not None and topology.local_rank > 0:
             time.sleep(20)  # the first rank of the node finds the same and says it; at its exit the launcher ends this one
         print(f"error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     try:
-        train(config, ds_config, topology, index, checkpoint)
+        train(config, ds_config, topology, sources, checkpoint)
         torch.distributed.barrier()  # rank 0 holds the store that the others' shutdown still talks to
         torch.distributed.destroy_process_group()
     except (CheckpointError, DisagreementError) as error:  # the same on every rank
@@ -79,11 +81,13 @@ def main() -> None:
         os._exit(1)
 
 
-def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topology) -> tuple[RunConfig, dict[str, Any], Index, Path | None]:
+def check_before_start(
+    config: RunConfig, ds_config_path: Path, topology: Topology
+) -> tuple[RunConfig, dict[str, Any], dict[str, Index], Path | None]:
     """Finds what is wrong with config, data, environment and checkpoint before anything expensive starts.
 
     Returns:
-        the config with the gate's operators, residency and recomputation settled, DeepSpeed's config, the dataset's index, and the
+        the config with the gate's operators, residency and recomputation settled, DeepSpeed's config, the sources' indices, and the
         checkpoint to resume from.
     """
     nvidia_apex_available()  # raises on the other package of that name
@@ -98,15 +102,18 @@ def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topolo
     ds_config = load_ds_config(ds_config_path, config, data_parallel)
     config = settle(config, data_parallel, device_bytes(topology), ds_config["zero_optimization"]["reduce_bucket_size"])
     ds_config = load_ds_config(ds_config_path, config, data_parallel)  # the residency decides some of its settings
-    index = open_configured(config.data)
-    if index.vocab_size != config.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size is {config.model.vocab_size}, but the tokenizer of {config.data.path} has {index.vocab_size} pieces. "
-            f"Set model.vocab_size to {index.vocab_size}."
-        )
-    for split in ("train", "validation"):
-        sequences_per_shard(index, split, config.data.sequence_length)
-    checkpoint = find_checkpoint(config, identity(config, index))
+    sources = open_sources(config.data)
+    for index in sources.values():
+        if index.vocab_size != config.model.vocab_size:
+            raise ValueError(
+                f"model.vocab_size is {config.model.vocab_size}, but the tokenizer of {index.directory} has {index.vocab_size} pieces. "
+                f"Set model.vocab_size to {index.vocab_size}."
+            )
+        for split in ("train", "validation"):
+            sequences_per_shard(index, split, config.data.sequence_length)
+    checkpoint = find_checkpoint(config, identity(config, sources))
+    last = config.schedule.total_tokens // config.data.sequence_length
+    require_epochs(config.data, sources, stream_phases(config, sources, checkpoint), last)
     topology.check_port_free()
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -114,7 +121,7 @@ def check_before_start(config: RunConfig, ds_config_path: Path, topology: Topolo
         raise ValueError(f"run_dir {config.run_dir} cannot be made ({error.strerror}). Choose another: --run_dir DIR.") from error
     if topology.rank == 0:
         hold_run_dir(config.run_dir)
-    return config, ds_config, index, checkpoint
+    return config, ds_config, sources, checkpoint
 
 
 def about_gate_operators(config: RunConfig) -> str:
@@ -145,38 +152,43 @@ def hold_run_dir(run_dir: Path) -> None:
         raise ValueError(f"Another run is at work in {run_dir}. Wait for its end or stop it, or choose another: --run_dir DIR.") from error
 
 
-def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, index: Index, checkpoint: Path | None) -> None:
+def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, sources: dict[str, Index], checkpoint: Path | None) -> None:
     """The whole run on this rank."""
     device = initialize_distributed(topology, config.parallel.tensor_parallel)
-    require_same_run(config, ds_config, index.fingerprint)
+    require_same_run(config, ds_config, {name: index.fingerprint for name, index in sources.items()})
     initialize_model_parallel(config.parallel.tensor_parallel)
     chosen = [checkpoint]
     torch.distributed.broadcast_object_list(chosen)  # network file systems may show ranks different newest checkpoints
     checkpoint = chosen[0]
     engine = build_engine(config, ds_config)
     progress = Progress() if checkpoint is None else Progress(**load_checkpoint(engine, checkpoint))
-    total_steps = progress.step + max(0, math.ceil((config.schedule.total_tokens - progress.tokens) / config.tokens_per_step))
+    progress = replace(progress, mixture=stream_phases(config, sources, checkpoint))
+    total_steps = steps_to_end(config, progress)
     if topology.rank == 0:
-        describe_run(config, ds_config, topology, index)
+        describe_run(config, ds_config, topology, sources)
 
     groups = ParallelGroups()
     ranks = {"data_parallel_rank": groups.get_data_parallel_rank(), "data_parallel_size": groups.get_data_parallel_world_size()}
     batches = train_batches(
         config.data,
-        index,
+        sources,
+        progress.mixture,
         seed=config.seed,
         position=progress.position,
-        global_batch_size=config.optim.global_batch_size,
+        batch_size=config.batch_size,
         micro_batch_size=config.parallel.micro_batch_size,
         **ranks,
     )
 
     def validate(log: MetricsLog) -> None:
-        held_out = validation_batches(
-            config.data, index, micro_batch_size=config.parallel.micro_batch_size, max_sequences=config.eval.max_sequences, **ranks
-        )
-        losses = validation_losses(engine, held_out, config.evaluation_depths, device)
-        log.validation(progress.step, losses, config.model.max_depth)
+        held_out = {
+            name: validation_batches(
+                config.data, index, micro_batch_size=config.parallel.micro_batch_size, max_sequences=config.eval.max_sequences, **ranks
+            )
+            for name, index in sources.items()
+        }
+        losses, by_source = validation_losses(engine, held_out, config.evaluation_depths, device)
+        log.validation(progress.step, losses, by_source, config.model.max_depth)
 
     def save() -> None:
         save_checkpoint(
@@ -184,7 +196,7 @@ def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, inde
             config.run_dir / "checkpoints",
             progress.as_dict(),
             config.as_dict(),
-            identity(config, index),
+            identity(config, sources),
             config.checkpoint.keep,
         )
 
@@ -192,16 +204,25 @@ def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, inde
         if config.model.core_blocks:
             log.say(about_gate_operators(config))
         log.say(f"{'resumed from ' + str(checkpoint) if checkpoint else 'fresh start'}: step {progress.step} of {total_steps}")
+        for line in about_mixture(config, sources, progress):
+            log.say(line)
         if progress.step == 0:
             validate(log)
         speed = Speedometer(config, topology.world_size)
         while progress.step < total_steps:
             depth = sample_depth(config.model, config.seed, progress.step)
-            rate = learning_rate(config.schedule, progress.tokens + config.tokens_per_step)
-            due_log = is_due(progress.step + 1, config.log.every_steps, total_steps)
-            loss, core_statistics = train_step(engine, batches, depth, rate, device, measure=due_log)
+            sequences = config.batch_size(progress.position)
+            set_batch_size(engine, sequences)
+            with speed.waiting_for_data():
+                micro_batches = list(islice(batches, engine.gradient_accumulation_steps()))
+            if is_due(progress.step + 1, config.log.digest_every_steps, total_steps):
+                log.digest(progress.step + 1, global_batch_digest(micro_batches, device))
             progress = progress.after_step(config)
-            speed.step(depth)
+            rate = learning_rate(config.schedule, progress.tokens)
+            due_log = is_due(progress.step, config.log.every_steps, total_steps)
+            weight = target_weight(micro_batches, device) if config.data.masks_loss else None
+            loss, core_statistics = train_step(engine, micro_batches, depth, rate, device, weight=weight, measure=due_log)
+            speed.step(depth, sequences)
             log.advance(progress.step, skipped=not engine.was_step_applied())
 
             if due_log:
@@ -215,29 +236,67 @@ def train(config: RunConfig, ds_config: dict[str, Any], topology: Topology, inde
                     save()
 
 
+def steps_to_end(config: RunConfig, progress: Progress) -> int:
+    """The number of the run's last step."""
+    while progress.tokens < config.schedule.total_tokens and config.batch_size(progress.position) < config.optim.global_batch_size:
+        progress = progress.after_step(config)
+    return progress.step + max(0, math.ceil((config.schedule.total_tokens - progress.tokens) / config.tokens_per_step))
+
+
+def set_batch_size(engine: DeepSpeedEngine, sequences: int) -> None:
+    """Between two steps: the number of micro-batches of the steps that follow."""
+    if engine.train_batch_size() != sequences:
+        engine.set_train_batch_size(sequences)
+        engine.micro_steps = 0  # a step ends where this count is a multiple of the micro-batches a step (deepspeed 0.19.8)
+
+
 def train_step(
-    engine: DeepSpeedEngine, batches: Iterator[Batch], depth: int, rate: float, device: torch.device, measure: bool
+    engine: DeepSpeedEngine,
+    batches: Sequence[Batch],
+    depth: int,
+    rate: float,
+    device: torch.device,
+    *,
+    weight: Tensor | None = None,
+    measure: bool,
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step over this rank's micro-batches.
 
-    Every target of a training batch counts, so the mean over equal micro-batches is the mean over the global batch.
+    Args:
+        weight: from `target_weight`; None where every target counts, and so equally.
+        measure: whether to take the core's statistics.
 
     Returns:
-        this rank's mean loss (fp32 scalar), and the core's statistics [depth, 2] ([0, 2] unless asked for), both detached.
+        this rank's part of the mean loss over the global batch's targets that count, times the number of data-parallel ranks (fp32
+        scalar), and the core's statistics [depth, 2] ([0, 2] unless asked for), both detached.
     """
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
-    accumulation = engine.gradient_accumulation_steps()
+    weight = target_weight(batches, device)
     losses, core_statistics = [], []
-    for batch in islice(batches, accumulation):
+    for batch in (batch.to(device) for batch in batches):
         loss, measured = engine(
-            batch.tokens.to(device), batch.targets.to(device), depth=depth, sequences_B=batch.sequence.to(device), measure=measure
+            batch.tokens,
+            batch.targets,
+            depth=depth,
+            sequences_B=batch.sequence,
+            cu_seqlens=batch.cu_seqlens,
+            weights_BS=None if weight is None else batch.loss_mask * weight,
+            measure=measure,
         )
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
         core_statistics.append(measured)
     return torch.stack(losses).mean(), torch.stack(core_statistics).mean(0)
+
+
+def target_weight(batches: Sequence[Batch], device: torch.device) -> Tensor:
+    """What a target that counts weighs in the loss of its micro-batch, fp32 scalar: the mean over micro-batches and data-parallel ranks is
+    then the mean over the global batch's targets that count."""
+    counted = torch.stack([batch.loss_mask.sum() for batch in batches]).sum().to(device)
+    torch.distributed.all_reduce(counted, group=ParallelGroups().get_data_parallel_group())
+    return len(batches) * ParallelGroups().get_data_parallel_world_size() / counted.clamp(min=1).float()
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -250,7 +309,16 @@ def average_over_ranks(values: Tensor) -> Tensor:
     return values / torch.distributed.get_world_size()
 
 
-def describe_run(config: RunConfig, ds_config: dict[str, Any], topology: Topology, index: Index) -> None:
+def about_mixture(config: RunConfig, sources: dict[str, Index], progress: Progress) -> list[str]:
+    """What the rest of the run reads of each source, if there are several."""
+    if len(sources) == 1:
+        return []
+    end = max(progress.position, config.schedule.total_tokens // config.data.sequence_length)
+    found = shares(config.data, sources, progress.mixture, progress.position, end)
+    return [f"source {name}: {share.share:.1%} of the sequences to come, {share.epochs:.2f} epochs" for name, share in found.items()]
+
+
+def describe_run(config: RunConfig, ds_config: dict[str, Any], topology: Topology, sources: dict[str, Index]) -> None:
     """Writes what was run, with what, where: config.yaml, ds_config.json, environment.json, tokenizer/."""
     (config.run_dir / "config.yaml").write_text(yaml.safe_dump(config.as_dict(), sort_keys=False))
     (config.run_dir / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n")
@@ -266,7 +334,8 @@ def describe_run(config: RunConfig, ds_config: dict[str, Any], topology: Topolog
         "tensor_parallel": config.parallel.tensor_parallel,
     }
     (config.run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
-    shutil.copytree(index.directory / TOKENIZER_FOLDER, config.run_dir / "tokenizer", dirs_exist_ok=True)
+    directory = next(iter(sources.values())).directory  # all have the same
+    shutil.copytree(directory / TOKENIZER_FOLDER, config.run_dir / "tokenizer", dirs_exist_ok=True)
 
 
 def git_commit() -> str | None:

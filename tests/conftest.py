@@ -4,9 +4,11 @@ The text is source code of a few standard modules, so nothing is downloaded.
 """
 
 import argparse
+import calendar
 import inspect
 import json
 import tarfile
+import textwrap
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +47,24 @@ def dataset(corpus: Path, tokenizer_directory: Path, tmp_path_factory: pytest.Te
     arguments = ["--input", str(corpus), "--tokenizer", str(tokenizer_directory), "--output", str(directory)]
     assert prepare_data(arguments + DATASET_ARGUMENTS) == 0
     return directory
+
+
+def prepare_text(folder: Path, module_text: str, tokenizer: Path) -> Path:
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": part}) + "\n" for part in module_text.split("\n\n") if part))
+    output = folder / "data"
+    assert prepare_data(["--input", str(text), "--tokenizer", str(tokenizer), "--output", str(output), *DATASET_ARGUMENTS]) == 0
+    return output
+
+
+@pytest.fixture(scope="session")
+def mixed_datasets(dataset: Path, tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three datasets of one tokenizer, by name, the first that of `dataset`. Tests must not write in them."""
+    others = {
+        module.__name__: prepare_text(tmp_path_factory.mktemp(module.__name__), inspect.getsource(module), tokenizer_directory)
+        for module in (calendar, textwrap)
+    }
+    return {"code": dataset, **others}
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `benchmarks` is not installed with the package
 
 from model.ops import fused
-from tools.gpu import operators, speed, training
+from tools.gpu import attention, operators, speed, training
 from tools.gpu.runner import Check, Row, Setting, run
 from tools.plan import number
 
@@ -63,6 +63,7 @@ def checks(setting: Setting) -> list[Check]:
         Check("determinism", operators.determinism, 10),
         *([Check("CUDA graph", operators.graph, 10)] if setting.on_gpu else []),
         Check("torch.compile", operators.compiled, 40),
+        Check("documents", attention.inside_documents, 15),
         Check("training, ref", partial(training.same_losses, gate_ops="ref"), 50),
         Check("training, fused", partial(training.same_losses, gate_ops="fused"), 30),
         Check("bandwidth", speed.bandwidth, 15),

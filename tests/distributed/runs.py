@@ -1,6 +1,7 @@
 """A small run inside a rank started by `tests.ranks`: the trainer's own parts, without its loop."""
 
 import os
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from model.config import ComputeConfig, GRTConfig
 from model.depth import sample_depth
 from model.parallel import ParallelGroups, initialize_model_parallel
 from pretrain.config import CheckpointConfig, OptimConfig, ParallelConfig, RunConfig
-from pretrain.data import DataConfig, open_configured, train_batches
+from pretrain.data import train_batches
 from pretrain.ds_config import load_ds_config
 from pretrain.engine import build_engine, initialize_distributed
 from pretrain.schedule import ScheduleConfig, learning_rate
+from pretrain.sources import DataConfig, configured_phases, open_sources
 from pretrain.topology import Topology
 from pretrain.train import average_over_ranks, train_step
 from tests.ranks import REPOSITORY
@@ -36,7 +38,7 @@ def small_run(
     return RunConfig(
         run_dir=Path("unused"),
         model=model,
-        data=DataConfig(dataset, sequence_length=32, workers=workers, window_shards=4),
+        data=DataConfig(32, str(dataset), workers=workers, window_shards=4),
         schedule=ScheduleConfig(total_tokens=20 * 8 * 32, learning_rate=1e-3, min_learning_rate=1e-4, warmup_tokens=4 * 8 * 32),
         optim=OptimConfig(global_batch_size=8, precision=precision),
         parallel=ParallelConfig(**{"micro_batch_size": 2, "core_residency": "step", **parallel}),
@@ -62,20 +64,23 @@ def start(config: RunConfig, stage: int = 3) -> DeepSpeedEngine:
 def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int) -> list[float]:
     """Losses of the first `steps` steps, over the global batch."""
     groups = ParallelGroups()
+    sources = open_sources(config.data)
     batches = train_batches(
         config.data,
-        open_configured(config.data),
+        sources,
+        configured_phases(config.data, sources),
         seed=config.seed,
         position=0,
-        global_batch_size=config.optim.global_batch_size,
+        batch_size=config.batch_size,
         micro_batch_size=config.parallel.micro_batch_size,
         data_parallel_rank=groups.get_data_parallel_rank(),
         data_parallel_size=groups.get_data_parallel_world_size(),
     )
     losses = []
     for step in range(steps):
+        micro_batches = list(islice(batches, engine.gradient_accumulation_steps()))
         rate = learning_rate(config.schedule, (step + 1) * config.tokens_per_step)
         depth = sample_depth(config.model, config.seed, step)
-        loss, _ = train_step(engine, batches, depth, rate, torch.device("cpu"), measure=False)
+        loss, _ = train_step(engine, micro_batches, depth, rate, torch.device("cpu"), measure=False)
         losses.append(float(average_over_ranks(loss)))
     return losses

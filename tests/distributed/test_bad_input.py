@@ -25,12 +25,13 @@ import pytest
 import yaml
 
 from pretrain.agreement import DisagreementError, require_same_run
-from pretrain.data import DataConfig, SequenceDataset
 from pretrain.engine import initialize_distributed
 from pretrain.shards import CHUNK_TOKENS, Index, open_dataset
+from pretrain.sources import DataConfig
 from pretrain.topology import Topology
 from tests.distributed.launching import Ended, launcher, run, train_losses, write_run
 from tests.distributed.runs import small_run
+from tests.pretrain.streams import sequences_of
 from tests.ranks import run_ranks
 from tools.prepare_data import main as prepare_data
 
@@ -181,8 +182,8 @@ def flip_byte_for_rank_1(dataset: Path) -> str:
         the shard's name.
     """
     index = open_dataset(dataset)
-    order = SequenceDataset(DataConfig(dataset, sequence_length=32), index, "train", seed=1234)
-    shards, sequences = (column.tolist() for column in order.locate(np.arange(16)))
+    order = sequences_of(DataConfig(32, str(dataset)), index, seed=1234)
+    _, shards, sequences = (column.tolist() for column in order.locate(np.arange(16)))
     ends = [[place_of(index, shard, sequence * 32 + i) for i in (0, 32)] for shard, sequence in zip(shards, sequences, strict=True)]
     chunks = [{(block, token // CHUNK_TOKENS) for block, token in pair} for pair in ends]
     position = next(p for p in range(9, 16, 2) if not any(chunks[p] & chunks[other] for other in range(16) if other != p))
@@ -294,7 +295,7 @@ def refusal(gate_ops: list[str], datasets: list[str]) -> str:
     rank = int(os.environ["RANK"])
     initialize_distributed(Topology.from_environment(os.environ), 1)
     with pytest.raises(DisagreementError) as raised:
-        require_same_run(small_run(Path("unused"), compute={"gate_ops": gate_ops[rank]}), {}, datasets[rank])
+        require_same_run(small_run(Path("unused"), compute={"gate_ops": gate_ops[rank]}), {}, {"data": datasets[rank]})
     return str(raised.value)
 
 
@@ -305,4 +306,4 @@ def test_ranks_with_and_without_fused_operators_are_told_so() -> None:
 
 def test_ranks_that_read_different_datasets_are_refused() -> None:
     for message in run_ranks(refusal, 2, ["ref", "ref"], ["a", "b"]):
-        assert "the dataset's fingerprint is 'a' on rank 0 and 'b' on rank 1" in message
+        assert "the fingerprint of the dataset data is 'a' on rank 0 and 'b' on rank 1" in message

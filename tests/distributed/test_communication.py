@@ -44,7 +44,7 @@ def communication_by_depth(tensor_parallel: int, residency: str, micro_batch_siz
     steps = [step_communication(engine, depth) for depth in depths]
     after_step = gathered(engine)
     batch = Batch(tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), torch.tensor([0, 1]))
-    validation_losses(engine, [batch, batch], [0, 1, 4, 8, 16], torch.device("cpu"))
+    validation_losses(engine, {"data": [batch, batch]}, [0, 1, 4, 8, 16], torch.device("cpu"))
     after_evaluation = gathered(engine)
     after = step_communication(engine, 3)
     loss, _ = engine(tokens, tokens, depth=2, sequences_B=torch.tensor([0, 1]))

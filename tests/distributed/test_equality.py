@@ -7,7 +7,7 @@ world size.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,7 +135,14 @@ def curve(case: Case) -> Tensor:
     rows = []
     for step in range(STEPS):
         rate = learning_rate(config.schedule, (step + 1) * config.tokens_per_step)
-        loss, _ = train_step(engine, own, sample_depth(MODEL, config.seed, step), rate, torch.device("cpu"), measure=False)
+        loss, _ = train_step(
+            engine,
+            list(islice(own, engine.gradient_accumulation_steps())),
+            sample_depth(MODEL, config.seed, step),
+            rate,
+            torch.device("cpu"),
+            measure=False,
+        )
         rows.append((float(average_over_ranks(loss)), float(engine.get_global_grad_norm())))
     engine.destroy()
     return torch.tensor(rows, dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +119,14 @@ def copies_after_training(precision: str) -> dict[str, Copy]:
     groups = ParallelGroups()
     own = batches(config.parallel.micro_batch_size, groups.get_data_parallel_rank(), groups.get_data_parallel_world_size())
     for step in range(5):
-        train_step(engine, own, 1 + step % LEARNED.max_depth, 1e-3, torch.device("cpu"), measure=False)
+        train_step(
+            engine,
+            list(islice(own, engine.gradient_accumulation_steps())),
+            1 + step % LEARNED.max_depth,
+            1e-3,
+            torch.device("cpu"),
+            measure=False,
+        )
     copies = {}
     parameters: dict[str, Any] = dict(engine.module.named_parameters())  # with Megatron's attributes
     for name, parameter in parameters.items():

@@ -146,15 +146,16 @@ def test_gate_starts_nearly_copying_the_state_through() -> None:
     torch.testing.assert_close(statistics[:, 0], torch.full((3,), 0.982), atol=2e-3, rtol=0)
 
 
-def test_segments_keep_documents_apart() -> None:
-    model, _ = build(SMALL)
-    first, second = tokens(1, 8), tokens(1, 12, seed=2)
-    joined = torch.cat((first, second), dim=1)
-    positions = torch.cat((torch.arange(8), torch.arange(12)))[None]
-    segments = torch.tensor([[0] * 8 + [1] * 12])
-    packed = model(joined, depth=2, positions_BS=positions, segments_BS=segments)[0]
-    apart = torch.cat((model(first, depth=2)[0], model(second, depth=2)[0]))
-    torch.testing.assert_close(packed, apart, rtol=1e-10, atol=1e-10)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_documents_are_kept_apart(options: dict[str, object]) -> None:
+    """Two sequences of two documents each give the logits of the four documents alone."""
+    model, _ = build(replace(SMALL, **options))  # type: ignore[arg-type]  # one dict for fields of several types
+    batch = tokens(2, 20)
+    cu_seqlens = torch.tensor([0, 8, 20, 23, 40, 40, 40, 40], dtype=torch.int32)
+    packed = model(batch, depth=2, cu_seqlens=cu_seqlens)[0]
+    for row, begin, end in ((0, 0, 8), (0, 8, 20), (1, 0, 3), (1, 3, 20)):
+        alone = model(batch[row : row + 1, begin:end], depth=2)[0]
+        torch.testing.assert_close(packed[begin:end, row : row + 1], alone, rtol=1e-10, atol=1e-10)
 
 
 def test_sequence_longer_than_the_positions_is_refused() -> None:

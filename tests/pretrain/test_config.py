@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from pretrain.config import RunConfig, parse_arguments
+from pretrain.sources import SourceConfig, WeightChange
 from tests.ranks import REPOSITORY
 
 YAML = """
@@ -30,7 +31,7 @@ def parse(config_file: Path, *overrides: str) -> RunConfig:
 
 def test_yaml_fills_the_sections_and_defaults_fill_the_rest(config_file: Path) -> None:
     config, ds_config = parse_arguments(["--config", str(config_file), "--ds_config", "ds.json"])
-    assert (config.run_dir, config.data.path, ds_config) == (Path("runs/x"), Path("some/data"), Path("ds.json"))
+    assert (config.run_dir, config.data.path, ds_config) == (Path("runs/x"), "some/data", Path("ds.json"))
     assert (config.model.hidden_size, config.optim.precision, config.optim.beta2) == (32, "fp32", 0.95)
     assert (config.schedule.learning_rate, config.schedule.min_learning_rate) == (1e-3, 1e-4)  # also without YAML's decimal point
     assert config.tokens_per_step == 256
@@ -82,11 +83,19 @@ def test_the_configs_we_ship_are_valid(path: Path) -> None:
         ("--model.hidden_size=33", "model.num_heads is 2; it must be a divisor of hidden_size 33."),
         ("--model.max_depth=0", "model.max_depth is 0; it must be at least 1 when there is a core."),
         ("--data.sequence_length=65", "data.sequence_length is 65; it must be at most model.max_positions 64."),
+        ("--data.path=null", "data: give either a path, or sources, each with a path of its own"),
         ("--data.workers=-1", "data.workers is -1, but must be at least 0"),
         ("--optim.beta2=1", "optim.beta2 is 1.0; it must be at least 0 and below 1."),
         ("--optim.eps=0", "optim.eps is 0.0; it must be above 0."),
         ("--optim.weight_decay=nan", "\"optim.weight_decay\": Expected a <class 'float'>. Got value: nan"),
         ("--optim.global_batch_size=0", "optim.global_batch_size is 0; it must be at least 1."),
+        ("--optim.initial_batch_size=4", "optim.initial_batch_size and optim.ramp_tokens make a ramp together"),
+        (
+            "--optim={initial_batch_size: 3, ramp_tokens: 9}",
+            "optim.initial_batch_size is 3; it must be a divisor of optim.global_batch_size",
+        ),
+        ("--optim={initial_batch_size: 4, ramp_tokens: 0}", "optim.ramp_tokens is 0; it must be at least 1."),
+        ("--log.digest_every_steps=0", "log.digest_every_steps is 0; it must be at least 1."),
         ("--parallel.micro_batch_size=0", "parallel.micro_batch_size is 0; it must be at least 1."),
         ("--parallel.tensor_parallel=3", "parallel.tensor_parallel is 3, which does not divide the model's num_heads (2)."),
         ("--checkpoint.keep=0", "checkpoint.keep is 0; it must be at least 1, or null to keep all."),
@@ -109,7 +118,7 @@ def test_a_bad_setting_is_named_with_what_is_allowed(config_file: Path, override
     [
         (YAML + "modell: {num_heads: 2}\n", "Option 'modell.num_heads' is not accepted"),
         (YAML.replace("num_heads", "num_head"), "Group 'model' does not accept option 'num_head'"),
-        (YAML.replace("path: some/data, ", ""), "required: data.path"),
+        (YAML.replace("sequence_length: 32", ""), "required: data.sequence_length"),
         (YAML + "seed: [\n", "Problems parsing config"),
         ("", "Unexpected config"),
     ],
@@ -152,3 +161,23 @@ def test_sequence_parallelism_comes_with_tensor_parallelism(config_file: Path) -
     assert parse(config_file, "--parallel.tensor_parallel", "2").parallel.splits_sequence
     off = ("--parallel.tensor_parallel", "2", "--parallel.sequence_parallel", "false")
     assert not parse(config_file, *off).parallel.splits_sequence
+
+
+def test_a_batch_ramp_rises_in_equal_steps_to_the_global_batch(config_file: Path) -> None:
+    config = parse(config_file, "--optim.initial_batch_size=2", "--optim.ramp_tokens=960")  # 30 sequences of 32 tokens
+    assert [config.batch_size(position) for position in (0, 9, 10, 19, 20, 29, 30, 10**9)] == [2, 2, 4, 4, 6, 6, 8, 8]
+    with pytest.raises(ValueError, match="optim.initial_batch_size is 2, which is not a multiple of .* 4 data-parallel ranks"):
+        config.accumulation_steps(4)
+    assert {parse(config_file).batch_size(position) for position in (0, 10, 10**9)} == {8}
+
+
+def test_a_mixture_can_be_given_in_yaml(config_file: Path) -> None:
+    sources = "sources: {web: {path: data/web, weight: 0.7}, code: {path: s3://bucket/code, weight: 0.3, epochs: 4}}"
+    config_file.write_text(YAML.replace("path: some/data", sources))
+    config = parse(config_file, '--data.weight_changes=[{"from_tokens": 4096, "weights": {"web": 1, "code": 3}}]')
+    assert config.data.sources["code"] == SourceConfig("s3://bucket/code", weight=0.3, epochs=4)
+    assert config.data.weight_changes == [WeightChange(4096, {"web": 1, "code": 3})]
+    written = yaml.safe_load(yaml.safe_dump(config.as_dict()))["data"]["sources"]
+    assert written == {
+        name: {"path": source.path, "weight": source.weight, "epochs": source.epochs} for name, source in config.data.sources.items()
+    }

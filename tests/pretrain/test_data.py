@@ -1,3 +1,4 @@
+import os
 import pickle
 import shutil
 import subprocess
@@ -11,11 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.data import Batch, DataConfig, SequenceDataset, sequences_per_shard, train_batches, validation_batches
+from pretrain.data import Batch, document_offsets, validation_batches
 from pretrain.shards import DatasetError, Index, TokenReader, open_dataset
+from pretrain.sources import DataConfig, sequences_per_shard
+from tests.pretrain.streams import batches_of, sequences_of
+from tests.ranks import REPOSITORY
 
 S = 100
 GLOBAL_BATCH = 16
+ALONE = {"data_parallel_rank": 0, "data_parallel_size": 1}
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +29,8 @@ def index(dataset: Path) -> Index:
 
 
 def train(index: Index, *, rank: int = 0, ranks: int = 1, micro_batch: int = 4, workers: int = 0, position: int = 0) -> Iterator[Batch]:
-    return train_batches(
-        DataConfig(index.directory, S, workers=workers, window_shards=4),
+    return batches_of(
+        DataConfig(S, str(index.directory), workers=workers, window_shards=4),
         index,
         seed=5,
         position=position,
@@ -93,7 +98,7 @@ def test_batches_are_contiguous_int64_with_everything_counted(index: Index) -> N
 def test_an_epoch_has_each_sequence_of_each_shard_once(index: Index) -> None:
     """The targets of an epoch are all tokens but each shard's first and what is left at its end."""
     counts = sequences_per_shard(index, "train", S)
-    epoch = SequenceDataset(DataConfig(index.directory, S), index, "train", seed=5)
+    epoch = sequences_of(DataConfig(S, str(index.directory)), index, seed=5)
     found = sorted(row.tobytes() for row in epoch.read(np.arange(counts.sum())).tokens)
     reader = TokenReader(index, "train")
     wanted = sorted(reader.read(shard, i * S, S + 1).tobytes() for shard, count in enumerate(counts) for i in range(count))
@@ -111,7 +116,7 @@ def test_a_loader_does_not_touch_the_trainers_random_numbers(index: Index) -> No
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("limit", [None, 1, 10])
 def test_validation_is_unshuffled_and_the_same_for_any_ranks(index: Index, ranks: int, limit: int | None) -> None:
-    config = DataConfig(index.directory, S)
+    config = DataConfig(S, str(index.directory))
     counts = sequences_per_shard(index, "validation", S)
     reader = TokenReader(index, "validation")
     wanted = [reader.read(shard, i * S, S + 1)[1:].tolist() for shard, count in enumerate(counts) for i in range(count)][:limit]
@@ -139,7 +144,7 @@ def test_a_split_without_a_full_sequence_is_named(index: Index, split: str) -> N
 @pytest.mark.parametrize("field", ["sequence_length", "window_shards", "workers"])
 def test_config_names_a_field_out_of_range(field: str) -> None:
     with pytest.raises(ValueError, match=rf"data\.{field} is -1, but must be at least"):
-        DataConfig(Path(), **{"sequence_length": 8, field: -1})  # type: ignore[arg-type]  # one dict for fields of several types
+        DataConfig(path="unused", **{"sequence_length": 8, field: -1})  # type: ignore[arg-type]  # one dict for fields of several types
 
 
 @pytest.fixture
@@ -206,7 +211,7 @@ def test_a_shard_that_vanishes_during_training_is_named(damaged: Index) -> None:
 
 
 def test_a_dataset_can_be_sent_to_a_spawned_worker(index: Index) -> None:
-    dataset = SequenceDataset(DataConfig(index.directory, S), index, "train", seed=5)
+    dataset = sequences_of(DataConfig(S, str(index.directory)), index, seed=5)
     copy = pickle.loads(pickle.dumps(dataset))
     assert np.array_equal(copy.read(np.arange(3)).tokens, dataset.read(np.arange(3)).tokens)
 
@@ -214,8 +219,10 @@ def test_a_dataset_can_be_sent_to_a_spawned_worker(index: Index) -> None:
 SIGNALLED_RUN = """
 import multiprocessing, os, signal, sys, time
 from pathlib import Path
-from pretrain.data import DataConfig, train_batches
 from pretrain.shards import open_dataset
+from pretrain.sources import DataConfig
+from tests.ranks import REPOSITORY
+from tests.pretrain.streams import batches_of
 
 def main():
     multiprocessing.set_start_method(sys.argv[2])
@@ -223,7 +230,7 @@ def main():
         signal.signal(number, lambda number, frame: os.write(1, b"handled in %d\\n" % os.getpid()))
     index = open_dataset(Path(sys.argv[1]))
     layout = dict(global_batch_size=1, micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1)
-    batches = train_batches(DataConfig(index.directory, 100, workers=2), index, seed=0, position=0, **layout)
+    batches = batches_of(DataConfig(100, sys.argv[1], workers=2), index, seed=0, position=0, **layout)
     next(batches), next(batches)  # one from each worker: both have begun
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         for child in multiprocessing.active_children():
@@ -245,10 +252,82 @@ def test_workers_outlive_signals_run_no_handler_and_end_with_the_trainer(index: 
     script = tmp_path / "script.py"
     script.write_text(SIGNALLED_RUN)
     command = [sys.executable, str(script), str(index.directory), start_method]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}  # for tests/
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (3, "went on\n"), done.stderr
 
 
 def test_reading_a_dataset_loads_no_tokenizer_library() -> None:
     script = "import sys, pretrain.data; sys.exit(bool({'sentencepiece', 'tokenizers'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def test_documents_begin_with_the_end_of_the_one_before() -> None:
+    eos = 9
+    tokens = np.array([[1, 2, eos, 3, eos], [eos, eos, 5, 6, 7]])
+    offsets = document_offsets(tokens, eos)
+    assert offsets.dtype == np.int32
+    assert offsets.tolist() == [0, 2, 4, 5, 6, 10, 10, 10]
+    assert document_offsets(np.array([[1, 2], [3, 4], [5, 6]]), eos).tolist() == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("boundaries", ["none", "attention", "loss", "attention_and_loss"])
+def test_document_boundaries_are_those_of_the_dataset(index: Index, boundaries: Any) -> None:
+    """The dataset's own list of documents says where attention starts anew and which targets are left out."""
+    config = DataConfig(S, str(index.directory), workers=0, document_boundaries=boundaries)
+    batch = next(batches_of(config, index, seed=5, position=0, global_batch_size=16, micro_batch_size=16, **ALONE))
+    _, shards, sequences = sequences_of(config, index, seed=5).locate(np.arange(16))
+    first_of_document, begins = [], []
+    for row, (shard, sequence) in enumerate(zip(shards.tolist(), sequences.tolist(), strict=True)):
+        starts = document_starts(index, shard)
+        places = sequence * S + np.arange(S)
+        first_of_document.append(np.isin(places + 1, list(starts)))
+        begins += [row * S, *(row * S + i for i in range(1, S) if places[i] + 1 in starts)]
+    masked = "loss" in boundaries
+    assert np.array_equal(batch.loss_mask.numpy(), ~np.array(first_of_document) if masked else np.ones((16, S), bool))
+    if "attention" in boundaries:
+        assert batch.cu_seqlens is not None
+        assert sorted(set(batch.cu_seqlens.tolist())) == [*begins, 16 * S]
+    else:
+        assert batch.cu_seqlens is None
+
+
+def document_starts(index: Index, shard: int) -> set[int]:
+    """Offsets at which documents begin in the shard's stream, from its doc.bin."""
+    split = index.splits["train"]
+    content = (index.directory / split.shards[shard].name).read_bytes()
+    starts, before = [], 0
+    for block in range(int(split.first_block[shard]), int(split.first_block[shard + 1])):
+        offset, count = int(split.columns["document_offset"][block]), int(split.columns["documents"][block])
+        ends = np.frombuffer(content, "<u4", count, offset)
+        starts += [before, *(before + ends[:-1]).tolist()]
+        before += int(split.columns["tokens"][block])
+    return set(starts)
+
+
+def test_with_substitutes_training_goes_on_past_damage_and_every_rank_reads_the_same(
+    damaged: Index, index: Index, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = DataConfig(S, str(damaged.directory), workers=0, window_shards=4, corrupt_blocks="substitute")
+    epoch = int(sequences_per_shard(damaged, "train", S).sum())
+    read = sequences_of(config, damaged, seed=5).read(np.arange(epoch)).tokens
+    whole = sequences_of(config, index, seed=5).read(np.arange(epoch)).tokens
+    replaced = np.flatnonzero((read != whole).any(axis=1))
+    sequences = {row.tobytes() for row in whole}
+    assert 1 <= len(replaced) <= 4096 // S + 2
+    assert all(read[position].tobytes() in sequences for position in replaced)
+    warnings = capfd.readouterr().err.splitlines()
+    assert len(warnings) == 1 and "train-00001.tar: block 1, tokens from 4096: crc32 expected" in warnings[0]
+    for position in replaced.tolist():  # whoever reads it, alone or with others
+        again = sequences_of(config, damaged, seed=5).read(np.array([position])).tokens
+        assert np.array_equal(again[0], read[position])
+
+
+def test_where_everything_is_damaged_no_substitute_is_found(dataset: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(dataset, tmp_path / "copy")
+    index = open_dataset(copy)
+    for shard in index.splits["train"].shards:
+        (copy / shard.name).write_bytes(bytes(shard.bytes))
+    config = DataConfig(S, str(copy), workers=0, corrupt_blocks="substitute")
+    with pytest.raises(DatasetError, match="crc32 expected"):
+        sequences_of(config, index, seed=5).read(np.arange(1))

@@ -9,15 +9,15 @@ import pytest
 
 from model.config import GRTConfig
 from pretrain.config import OptimConfig, ParallelConfig, RunConfig
-from pretrain.data import DataConfig
 from pretrain.ds_config import load_ds_config
 from pretrain.schedule import ScheduleConfig
+from pretrain.sources import DataConfig
 from tests.ranks import REPOSITORY
 
 RUN = RunConfig(
     run_dir=Path("unused"),
     model=GRTConfig(vocab_size=512, hidden_size=32, num_heads=2, max_depth=2, max_positions=32),
-    data=DataConfig(Path("unused"), sequence_length=32),
+    data=DataConfig(path="unused", sequence_length=32),
     schedule=ScheduleConfig(total_tokens=1024),
     optim=OptimConfig(global_batch_size=24, gradient_clip=0.5, precision="bf16"),
     parallel=ParallelConfig(micro_batch_size=3),

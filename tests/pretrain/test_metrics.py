@@ -11,10 +11,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from model.config import GRTConfig
 from pretrain.config import LogConfig, OptimConfig, RunConfig
-from pretrain.data import DataConfig
 from pretrain.metrics import MetricsLog, Speedometer
 from pretrain.resume import Progress
 from pretrain.schedule import ScheduleConfig
+from pretrain.sources import DataConfig
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> RunConfig:
     return RunConfig(
         run_dir=tmp_path / "run",
         model=GRTConfig(vocab_size=512, hidden_size=32, num_heads=2, max_depth=2, max_positions=64),
-        data=DataConfig(Path("unused"), sequence_length=32),
+        data=DataConfig(path="unused", sequence_length=32),
         schedule=ScheduleConfig(total_tokens=4096),
         optim=OptimConfig(global_batch_size=8),
         log=LogConfig(tensorboard=True),
@@ -34,10 +34,10 @@ def write_steps(run: RunConfig, start: int, stop: int, loss: float, rank: int = 
     """Logs the validation of a fresh start and the steps start + 1 ... stop."""
     with MetricsLog(run, rank, start, total_steps=16) as log:
         if start == 0:
-            log.validation(0, {0: 5.0, 1: 4.0, 2: 3.5}, full_depth=2)
+            log.validation(0, {0: 5.0, 1: 4.0, 2: 3.5}, {}, full_depth=2)
         for step in range(start + 1, stop + 1):
             log.advance(step, skipped=not applied)
-            speed = {"tokens_per_second": 100.0}
+            speed = {"tokens_per_second": 100.0, "data_wait": 0.02}
             log.train_step(Progress(step, 8 * step, 256 * step), loss, 2, 1e-3, 0.25, speed, torch.tensor([[0.9, 0.1], [0.8, 0.2]]))
 
 
@@ -77,15 +77,16 @@ def test_a_row_holds_everything_about_its_step(run: RunConfig, capsys: pytest.Ca
         "gradient_norm": 0.25,
         "skipped_steps": 0,
         "tokens_per_second": 100.0,
+        "data_wait": 0.02,
     }
     shown = capsys.readouterr().out
     assert "step 0/16  validation loss  depth 0: 5.0000" in shown and "core gain 1.5000  depth gain 0.5000" in shown
-    assert "step 1/16  loss 2.5000  depth 2  lr 1.00e-03  grad norm 0.250  100 tokens/s" in shown
+    assert "step 1/16  loss 2.5000  depth 2  lr 1.00e-03  grad norm 0.250  100 tokens/s  data wait 2.0%" in shown
 
 
 def test_a_dense_model_has_no_gains(run: RunConfig) -> None:
     with MetricsLog(run, 0, 0, total_steps=16) as log:
-        log.validation(0, {0: 5.0}, full_depth=0)
+        log.validation(0, {0: 5.0}, {}, full_depth=0)
     assert rows(run) == [{"step": 0, "validation_loss/depth_0": 5.0}]
 
 
@@ -100,7 +101,7 @@ def test_skipped_steps_between_rows_are_counted_once(run: RunConfig) -> None:
         for step, skipped in ((1, True), (2, True), (3, False), (4, False)):
             log.advance(step, skipped)
             if step in (3, 4):
-                log.train_step(Progress(step), 2.0, 0, 1e-3, 0.25, {"tokens_per_second": 1.0}, torch.zeros(0, 2))
+                log.train_step(Progress(step), 2.0, 0, 1e-3, 0.25, {"tokens_per_second": 1.0, "data_wait": 0.0}, torch.zeros(0, 2))
     assert [row["skipped_steps"] for row in rows(run)] == [2, 0]
 
 
@@ -170,14 +171,16 @@ def test_speed_counts_the_tokens_and_the_time_in_training_only(run: RunConfig, m
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     speed = Speedometer(run, world_size=1)
     speed.peak = 1e9
-    speed.step(depth=2)
+    speed.step(depth=2, sequences=8)
     clock[0] += 1
     with speed.paused():
         clock[0] += 100
-    speed.step(depth=0)
-    clock[0] += 1
+    with speed.waiting_for_data():
+        clock[0] += 0.5
+    speed.step(depth=0, sequences=8)
+    clock[0] += 0.5
     flops = 3 * 256 * (run.model.forward_flops_per_token(32, 2) + run.model.forward_flops_per_token(32, 0))
-    assert speed.read() == {"tokens_per_second": 256.0, "mfu": pytest.approx(flops / 2 / 1e9)}
-    speed.step(depth=1)
+    assert speed.read() == {"tokens_per_second": 256.0, "mfu": pytest.approx(flops / 2 / 1e9), "data_wait": 0.25}
+    speed.step(depth=1, sequences=8)
     clock[0] += 2
     assert speed.read()["tokens_per_second"] == 128.0  # since the last reading

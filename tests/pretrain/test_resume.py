@@ -6,14 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from model.config import GRTConfig
 from pretrain.checkpoint_reader import FORMAT, LATEST, MANIFEST, CheckpointError, sign_manifest
 from pretrain.config import CheckpointConfig, EvalConfig, LogConfig, OptimConfig, ParallelConfig, RunConfig
-from pretrain.data import DataConfig, open_configured
-from pretrain.resume import Progress, find_checkpoint, identity
+from pretrain.mixture import Mixture
+from pretrain.resume import Progress, find_checkpoint, identity, stream_phases
 from pretrain.schedule import ScheduleConfig
+from pretrain.sources import DataConfig, SourceConfig, open_sources
 
 
 @pytest.fixture
@@ -21,25 +23,25 @@ def run(dataset: Path, tmp_path: Path) -> RunConfig:
     return RunConfig(
         run_dir=tmp_path / "run",
         model=GRTConfig(vocab_size=512, hidden_size=32, num_heads=2, max_depth=2, max_positions=64),
-        data=DataConfig(dataset, sequence_length=32),
+        data=DataConfig(32, str(dataset)),
         schedule=ScheduleConfig(total_tokens=4096),
         optim=OptimConfig(global_batch_size=8),
     )
 
 
-def current(run: RunConfig) -> dict[str, str | int]:
-    return identity(run, open_configured(run.data))
+def current(run: RunConfig) -> dict[str, Any]:
+    return identity(run, open_sources(run.data))
 
 
 def find(run: RunConfig) -> Path | None:
     return find_checkpoint(run, current(run))
 
 
-def save(run: RunConfig, step: int) -> Path:
+def save(run: RunConfig, step: int, position: int = 0) -> Path:
     """A checkpoint without weights, as far as the search for one goes."""
     path = run.run_dir / "checkpoints" / f"step_{step:08d}"
     path.mkdir(parents=True)
-    manifest = {"format": FORMAT, "step": step, "identity": current(run), "files": {}, "parameters": {}}
+    manifest = {"format": FORMAT, "step": step, "identity": current(run), "progress": {"position": position}, "files": {}, "parameters": {}}
     (path / MANIFEST).write_text(json.dumps(sign_manifest(manifest)))
     return path
 
@@ -53,6 +55,9 @@ def resume(run: RunConfig, source: str | Path, *allow_change: str) -> RunConfig:
 
 
 def test_progress_counts_steps_sequences_and_tokens(run: RunConfig) -> None:
+    ramp = changed(run, "optim", initial_batch_size=4, ramp_tokens=64)
+    assert Progress().after_step(ramp) == Progress(1, 4, 128)
+    assert Progress().after_step(ramp).after_step(ramp) == Progress(2, 12, 384)
     assert Progress(2, 16, 512).after_step(run) == Progress(3, 24, 768)
 
 
@@ -179,3 +184,59 @@ def test_layout_logging_evaluation_and_saving_may_change(run: RunConfig) -> None
         log=LogConfig(every_steps=1, tensorboard=False),
     )
     assert find(other) == checkpoint
+
+
+def mixture_of(run: RunConfig, datasets: dict[str, Path], **weights: float) -> RunConfig:
+    sources = {name: SourceConfig(str(datasets[name]), weight) for name, weight in weights.items()}
+    return replace(run, data=DataConfig(32, sources=sources))
+
+
+def test_a_mixture_is_part_of_the_identity_and_follows_the_datasets(
+    run: RunConfig, mixed_datasets: dict[str, Path], tmp_path: Path
+) -> None:
+    mixed = mixture_of(run, mixed_datasets, code=0.75, calendar=0.25)
+    checkpoint = save(mixed, 1)
+    assert find(mixed) == checkpoint
+    assert find(mixture_of(run, mixed_datasets, calendar=0.25, code=0.75)) == checkpoint  # another order
+    moved = {name: shutil.copytree(path, tmp_path / name) for name, path in mixed_datasets.items()}
+    assert find(mixture_of(run, moved, code=0.75, calendar=0.25)) == checkpoint
+    other = mixture_of(run, mixed_datasets, code=0.5, calendar=0.5)
+    with pytest.raises(
+        ValueError, match=r"data.mixture = {'from sequence 0': {.*0.75.*this run has .*0.5.*allow_change '\[\"data.mixture\"\]'"
+    ):
+        find(other)
+    assert find(resume(other, "auto", "data.mixture")) == checkpoint
+    third = mixture_of(run, mixed_datasets, code=0.5, calendar=0.25, textwrap=0.25)
+    with pytest.raises(ValueError, match="made with dataset.textwrap = None"):
+        find(resume(third, "auto", "data.mixture"))
+    assert find(resume(third, "auto", "data.mixture", "dataset")) == checkpoint
+
+
+def test_a_run_of_one_dataset_goes_on_as_a_mixture_and_reads_nothing_again(run: RunConfig, mixed_datasets: dict[str, Path]) -> None:
+    """The annealing phase that somebody adds to a run that is under way."""
+    one = changed(run, "data", path=str(mixed_datasets["code"]))
+    checkpoint = save(one, 1, position=700)
+    sources = {"pretraining": SourceConfig(str(mixed_datasets["code"]), 1), "new": SourceConfig(str(mixed_datasets["calendar"]), 3)}
+    later = resume(replace(run, data=DataConfig(32, sources=sources)), "auto", "dataset", "data.mixture")
+    assert find(later) == checkpoint
+    indices = open_sources(later.data)
+    phases = stream_phases(later, indices, checkpoint)
+    assert [phase.first_position for phase in phases] == [0, 700]
+    mixture = Mixture(phases, later.seed)
+    old = mixture.sources.index(indices["pretraining"].fingerprint)
+    located, places = mixture.locate(np.arange(700, 1700))
+    assert sorted(places[located == old].tolist()) == list(range(700, 950))
+    assert sorted(places[located != old].tolist()) == list(range(750))
+
+
+def test_document_boundaries_are_part_of_the_identity_and_older_checkpoints_had_none(run: RunConfig) -> None:
+    checkpoint = save(run, 1)
+    other = changed(run, "data", document_boundaries="attention")
+    with pytest.raises(ValueError, match="made with data.document_boundaries = 'none'; this run has 'attention'"):
+        find(other)
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    del manifest["identity"]["data.document_boundaries"], manifest["sha256"]
+    (checkpoint / MANIFEST).write_text(json.dumps(sign_manifest(manifest)))
+    assert find(run) == checkpoint
+    with pytest.raises(ValueError, match="made with data.document_boundaries = 'none'; this run has 'attention'"):
+        find(other)

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from pretrain import remote
-from pretrain.data import Batch, DataConfig, open_configured, train_batches
+from pretrain.data import Batch
 from pretrain.shards import DatasetError, load_index
+from pretrain.sources import DataConfig
 from pretrain.topology import free_port
+from tests.pretrain.streams import batches_of, open_one
 
 s3fs = pytest.importorskip("s3fs", reason="S3 needs s3fs: pip install -e '.[remote]'")
 pytest.importorskip("moto", reason="the S3 server is not installed: pip install -e '.[s3-server]'")
@@ -51,12 +53,12 @@ def bucket(endpoint: str, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def config(path: str | Path, cache: Path) -> DataConfig:
-    return DataConfig(path, 100, workers=1, window_shards=4, cache_dir=str(cache), cache_gib=1)
+    return DataConfig(100, str(path), workers=1, window_shards=4, cache_dir=str(cache), cache_gib=1)
 
 
 def some_batches(config: DataConfig) -> list[Batch]:
     layout = {"global_batch_size": 16, "micro_batch_size": 16, "data_parallel_rank": 0, "data_parallel_size": 1}
-    return list(islice(train_batches(config, open_configured(config), seed=5, position=0, **layout), 30))
+    return list(islice(batches_of(config, open_one(config), seed=5, position=0, **layout), 30))
 
 
 def test_s3_gives_the_stream_of_the_directory_that_was_put_there(bucket: str, dataset: Path, tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_s3_gives_the_stream_of_the_directory_that_was_put_there(bucket: str, da
 
 def test_an_object_that_was_replaced_or_removed_is_named(bucket: str, dataset: Path, tmp_path: Path) -> None:
     shard = load_index(dataset).splits["train"].shards[1]
-    cache = open_configured(config(f"s3://{bucket}/data", tmp_path)).cache
+    cache = open_one(config(f"s3://{bucket}/data", tmp_path)).cache
     assert cache is not None
     files = s3fs.S3FileSystem()
     files.pipe(f"{bucket}/data/{SHARD}", bytes(shard.bytes))
@@ -80,4 +82,4 @@ def test_an_object_that_was_replaced_or_removed_is_named(bucket: str, dataset: P
 
 def test_a_bucket_that_is_not_there_is_named(bucket: str, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"s3://no-such-bucket/data/index.json cannot be read: FileNotFoundError"):
-        open_configured(config("s3://no-such-bucket/data", tmp_path))
+        open_one(config("s3://no-such-bucket/data", tmp_path))

@@ -16,7 +16,7 @@ from torch import Tensor
 from model.config import GRTConfig
 from model.ops import fused
 from tools import gpu_check
-from tools.gpu import operators, speed, training
+from tools.gpu import attention, operators, speed, training
 from tools.gpu.runner import Check, Row, Setting, run
 
 MODEL = GRTConfig(vocab_size=128, hidden_size=32, num_heads=2, max_depth=2, max_positions=16)
@@ -60,6 +60,15 @@ def test_wrong_operators_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "updated" in row.value or "gradient of" in row.value
     (row,) = operators.determinism(SETTING)
     assert not row.ok
+
+
+def test_attention_that_leaves_a_document_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not failed(attention.inside_documents(SETTING))
+    right = attention.causal_attention
+    monkeypatch.setattr(
+        attention, "causal_attention", lambda q, k, v, documents: right(q, k, v, documents if q.dtype == torch.double else None)
+    )
+    assert len(failed(attention.inside_documents(SETTING))) == 2
 
 
 @pytest.mark.usefixtures("fused_operators")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,10 +24,11 @@ from model.depth import sample_depth
 from model.ops import fused
 from model.parallel import initialize_model_parallel
 from pretrain.config import OptimConfig, ParallelConfig, RunConfig
-from pretrain.data import Batch, DataConfig
+from pretrain.data import Batch
 from pretrain.ds_config import load_ds_config
 from pretrain.memory import GIB, Layout, fits, memory
 from pretrain.schedule import ScheduleConfig
+from pretrain.sources import DataConfig
 from pretrain.topology import Topology
 from tools.gpu.runner import Row, Setting
 from tools.planning import Machine
@@ -52,7 +53,7 @@ def run_config(model: GRTConfig, length: int, batch: int, micro_batch: int, prec
     return RunConfig(
         run_dir=Path("unused"),
         model=model,
-        data=DataConfig(Path("unused"), sequence_length=length, workers=0),
+        data=DataConfig(path="unused", sequence_length=length, workers=0),
         schedule=ScheduleConfig(total_tokens=10**9, learning_rate=1e-3),
         optim=OptimConfig(global_batch_size=batch, precision=precision),
         parallel=ParallelConfig(micro_batch_size=micro_batch, core_residency="step"),
@@ -97,7 +98,8 @@ def losses(gate_ops: GateOps, device: str, steps: int) -> list[float]:
         data = batches(config, 8)
         for step in range(steps):
             depth = sample_depth(config.model, config.seed, step)
-            loss, _ = train_step(engine, data, depth, 1e-3, torch.device(device), measure=False)
+            micro_batches = list(islice(data, engine.gradient_accumulation_steps()))
+            loss, _ = train_step(engine, micro_batches, depth, 1e-3, torch.device(device), measure=False)
             found.append(float(loss))
     return found
 
@@ -150,7 +152,8 @@ def step_speed(setting: Setting, gate_ops: GateOps, compile_: Literal["none", "r
             setting.synchronize()
             start = time.perf_counter()
             for _ in range(count):
-                train_step(engine, data, model.max_depth, 1e-4, torch.device(setting.device), measure=False)
+                micro_batches = list(islice(data, engine.gradient_accumulation_steps()))
+                train_step(engine, micro_batches, model.max_depth, 1e-4, torch.device(setting.device), measure=False)
             setting.synchronize()
             return (time.perf_counter() - start) / count
 
