@@ -17,8 +17,9 @@ import numpy as np
 
 from benchmarks.data_streams import LENGTH, write_index
 from benchmarks.memory import forget_peak, peak_bytes, private_bytes, resident_bytes
-from pretrain.data import DataConfig, SequenceDataset
-from pretrain.shards import COLUMNS, SPLITS, columns_file, open_dataset
+from pretrain.data import SequenceDataset
+from pretrain.shards import COLUMNS, SPLITS, columns_file
+from pretrain.sources import DataConfig, configured_phases, open_sources
 
 SHARDS = 20_000
 BLOCKS = 96  # a shard
@@ -68,7 +69,9 @@ def measure(directory: Path) -> Measured:
     before, resident = private_bytes(), resident_bytes()
     forget_peak()
     start = time.perf_counter()
-    dataset = SequenceDataset(DataConfig(directory, LENGTH, workers=0), open_dataset(directory), "train", seed=1)
+    config = DataConfig(LENGTH, str(directory), workers=0)
+    sources = open_sources(config)
+    dataset = SequenceDataset(config, sources, configured_phases(config, sources), seed=1)
     startup = time.perf_counter() - start
     seconds = []
     for step in range(20):
@@ -92,7 +95,7 @@ def simulate(rounds: int) -> None:
     print(f"{counts} {size / 1e6:.1f} MB. Medians of {rounds} fresh processes.\n")
     print("| | measured | limit |")
     print("|---|--:|--:|")
-    print(f"| start-up: `open_dataset` and `SequenceDataset`, s | {startup:.2f} | 5 |")
+    print(f"| start-up: `open_sources` and `SequenceDataset`, s | {startup:.2f} | 5 |")
     print(f"| memory of a rank above its imports, MiB | {memory / 2**20:.0f} | 300 |")
     print(f"| the most of it during start-up, MiB | {peak / 2**20:.0f} | 300 |")
     print(f"| `locate` of a batch of {POSITIONS} x {LENGTH} tokens, ms | {1000 * locate:.1f} | 50 |")

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.data import DataConfig, SequenceDataset, train_batches
-from pretrain.shards import FORMAT, SPLITS, VERSION, index_json, open_dataset
+from pretrain.data import SequenceDataset, train_batches
+from pretrain.shards import FORMAT, SPLITS, VERSION, index_json
+from pretrain.sources import DataConfig, configured_phases, open_sources
 from tokenizer.fingerprint import files_sha256
 from tools.shard_writer import SplitWriter
 
@@ -118,11 +119,12 @@ class Ours(Stream):
         write_index(directory, {split: writer.close() for split, writer in writers.items()})
 
     def open(self, directory: Path) -> None:
-        self.config = DataConfig(directory, LENGTH, workers=0)
-        self.index = open_dataset(directory)
+        self.config = DataConfig(LENGTH, str(directory), workers=0)
+        self.sources = open_sources(self.config)
+        self.phases = configured_phases(self.config, self.sources)
 
     def batches(self) -> Iterator[Tensor]:
-        dataset = SequenceDataset(self.config, self.index, "train", SEED)
+        dataset = SequenceDataset(self.config, self.sources, self.phases, SEED)
         for position in range(self.position, sys.maxsize, BATCH):
             yield torch.from_numpy(dataset.read(np.arange(position, position + BATCH)).tokens.astype(np.int64))
 
@@ -141,10 +143,11 @@ class OurBatches(Ours):
     def batches(self) -> Iterator[Tensor]:
         for batch in train_batches(
             self.config,
-            self.index,
+            self.sources,
+            self.phases,
             seed=SEED,
             position=self.position,
-            global_batch_size=BATCH,
+            batch_size=lambda position: BATCH,
             micro_batch_size=BATCH,
             data_parallel_rank=0,
             data_parallel_size=1,
