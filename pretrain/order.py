@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 ROUNDS = 8
-AHEAD = 1024  # positions located at a time, at most: NumPy's calls cost as much for one as for hundreds
+# Positions are located for 32 calls at a time, but not beyond so many: NumPy's calls cost as much for one as for hundreds.
+CALLS_AHEAD, AHEAD = 32, 1024
 
 
 def round_keys(*name: object) -> np.ndarray:
@@ -112,7 +113,7 @@ class SequenceOrder:
         if not positions.size:
             return positions, positions
         first, last = int(positions.min()), int(positions.max())
-        ahead = min(AHEAD, self.epoch_length)
+        ahead = min(CALLS_AHEAD * positions.size, AHEAD, self.epoch_length)
         if last - first >= ahead:
             return self._locate(positions)
         if not self._located.first <= first <= last < self._located.first + len(self._located.shards):
