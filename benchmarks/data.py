@@ -16,7 +16,7 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,11 +25,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from benchmarks.data_streams import BATCH, LENGTH, STREAMS, make_corpus
 from benchmarks.memory import private_bytes
 
-SKIPPED = 10  # batches before the resume that is checked
+SKIPPED = 10  # batches before the resume that is checked; as many after it are compared
 
 
 class Measured(NamedTuple):
@@ -53,15 +54,6 @@ def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def write(name: str, directory: Path, tokens: int) -> str:
-    """Writes a stream's copy of the tokens; the version of its package."""
-    stream = STREAMS[name]
-    stream.load()
-    directory.mkdir()
-    stream.write(directory, make_corpus(tokens))
-    return f" {importlib.metadata.version(stream.package)}" if stream.package else ""
-
-
 def measure(name: str, directory: Path, tokens: int) -> Measured:
     """Reads nearly an epoch: the last batches may be short of sequences."""
     stream = STREAMS[name]
@@ -81,32 +73,43 @@ def measure(name: str, directory: Path, tokens: int) -> Measured:
     return Measured(count * BATCH * (LENGTH + 1) / seconds, startup, private_bytes() - before)
 
 
-def digest(name: str, directory: Path, state: str | None) -> tuple[str, str | None]:
-    """The sha256 of the batches after the first SKIPPED, and the state there; or of as many after `state`."""
+def next_digest(batches: Iterator[Tensor]) -> str:
+    """The sha256 of the next SKIPPED batches."""
+    return hashlib.sha256(b"".join(batch.numpy().tobytes() for batch in islice(batches, SKIPPED))).hexdigest()
+
+
+def write(name: str, directory: Path, tokens: int) -> tuple[str, str | None, str]:
+    """Writes a stream's copy of the tokens, reads a little; its version, its state after SKIPPED batches, a digest of as many more."""
+    stream = STREAMS[name]
+    stream.load()
+    directory.mkdir()
+    stream.write(directory, make_corpus(tokens))
+    stream.open(directory)
+    batches = stream.batches()
+    next_digest(batches)
+    state = stream.state(SKIPPED * BATCH)
+    version = f" {importlib.metadata.version(stream.package)}" if stream.package else ""
+    return version, None if state is None else json.dumps(state), next_digest(batches)
+
+
+def resume(name: str, directory: Path, state: str) -> str:
+    """A digest of the first batches after `state`."""
     stream = STREAMS[name]
     stream.load()
     stream.open(directory)
-    if state is not None:
-        stream.restore(json.loads(state))
-    batches = stream.batches()
-    if state is None:
-        for _ in islice(batches, SKIPPED):
-            pass
-        found = stream.state(SKIPPED * BATCH)
-        state = None if found is None else json.dumps(found)
-    return hashlib.sha256(b"".join(batch.numpy().tobytes() for batch in islice(batches, SKIPPED))).hexdigest(), state
+    stream.restore(json.loads(state))
+    return next_digest(stream.batches())
 
 
 def prepare(name: str, directory: Path, tokens: int) -> Result:
     """Writes a stream's tokens, and stops and resumes it once."""
     try:
-        version = in_own_process(write, name, directory, tokens)
+        version, state, expected = in_own_process(write, name, directory, tokens)
     except ImportError as error:
         return Result(name, missing=str(error))
-    expected, state = in_own_process(digest, name, directory, None)
     if state is None:
         return Result(name, version)
-    return Result(name, version, "", len(state), in_own_process(digest, name, directory, state)[0] == expected)
+    return Result(name, version, "", len(state), in_own_process(resume, name, directory, state) == expected)
 
 
 def streaming(tokens: int, rounds: int) -> None:
