@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 ROUNDS = 8
-# Positions are located for 32 calls at a time, but not beyond so many: NumPy's calls cost as much for one as for hundreds.
-CALLS_AHEAD, AHEAD = 32, 1024
+# Positions are located for many calls at a time: NumPy takes as long for one as for a hundred. A stream that goes on where the last
+# ended is given twice as many each time, up to where that saves no more.
+CALLS_AHEAD, MOST_AHEAD = 32, 1 << 14
 
 
 def round_keys(*name: object) -> np.ndarray:
@@ -113,13 +114,15 @@ class SequenceOrder:
         if not positions.size:
             return positions, positions
         first, last = int(positions.min()), int(positions.max())
-        ahead = min(CALLS_AHEAD * positions.size, AHEAD, self.epoch_length)
-        if last - first >= ahead:
-            return self._locate(positions)
-        if not self._located.first <= first <= last < self._located.first + len(self._located.shards):
-            self._located = _Located(first, *self._locate(np.arange(first, first + ahead)))
-        places = positions - self._located.first
-        return self._located.shards[places], self._located.sequences[places]
+        known = self._located
+        if not known.first <= first <= last < known.first + len(known.shards):
+            follows = 0 <= first - known.first - len(known.shards) <= len(known.shards)
+            ahead = min(max(CALLS_AHEAD * positions.size, 2 * len(known.shards) * follows), MOST_AHEAD, self.epoch_length)
+            if last - first >= ahead:
+                return self._locate(positions)
+            known = self._located = _Located(first, *self._locate(np.arange(first, first + ahead)))
+        places = positions - known.first
+        return known.shards[places], known.sequences[places]
 
     def _locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shards, sequences = np.empty_like(positions), np.empty_like(positions)
