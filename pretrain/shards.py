@@ -245,7 +245,7 @@ class TokenReader:
     max_open_shards = 64
 
     def __init__(self, index: Index, split: str) -> None:
-        self._directory, self._dtype = index.directory, index.dtype
+        self._directory, self._dtype, self._itemsize = index.directory, index.dtype, index.dtype.itemsize
         self._split = index.splits[split]
         self._open_files: OrderedDict[int, int] = OrderedDict()  # shard -> file descriptor, the last used last
         self._layouts: dict[int, _Layout] = {}
@@ -256,14 +256,15 @@ class TokenReader:
         Raises:
             DatasetError: the file is missing or short, or a chunk does not match its crc32; names shard, block, expected and found.
         """
-        begins = (self._layouts.get(shard) or self._describe(shard)).begins
+        layout = self._layouts.get(shard) or self._describe(shard)
+        begins = layout.begins
         block, end = bisect_right(begins, start) - 1, start + count
         if end <= begins[block + 1]:
-            return self._read_block(shard, block, start - begins[block], end - begins[block])
+            return self._read_block(shard, layout, block, start - begins[block], end - begins[block])
         pieces = []
         while start < end:
             stop = min(end, begins[block + 1])
-            pieces.append(self._read_block(shard, block, start - begins[block], stop - begins[block]))
+            pieces.append(self._read_block(shard, layout, block, start - begins[block], stop - begins[block]))
             start, block = stop, block + 1
         return np.concatenate(pieces)
 
@@ -278,22 +279,21 @@ class TokenReader:
         self._layouts[shard] = layout
         return layout
 
-    def _read_block(self, shard: int, block: int, start: int, stop: int) -> np.ndarray:
+    def _read_block(self, shard: int, layout: _Layout, block: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of a block, numbered from the shard's first, out of chunks read and checked whole."""
-        layout, itemsize = self._layouts[shard], self._dtype.itemsize
+        itemsize = self._itemsize
         first_chunk = start // CHUNK_TOKENS
         chunk_start = first_chunk * CHUNK_TOKENS
         chunk_stop = min(-(-stop // CHUNK_TOKENS) * CHUNK_TOKENS, layout.begins[block + 1] - layout.begins[block])
         data = self._pread(shard, layout.token_offsets[block] + chunk_start * itemsize, (chunk_stop - chunk_start) * itemsize)
-        crcs = layout.crcs.get(block) or self._read_crcs(shard, block)
+        crcs = layout.crcs.get(block) or self._read_crcs(shard, layout, block)
         if not _match(data, CHUNK_TOKENS * itemsize, crcs, first_chunk):
-            crcs = self._read_crcs(shard, block)  # those kept may be of a damaged copy that was replaced since
+            crcs = self._read_crcs(shard, layout, block)  # those kept may be of a damaged copy that was replaced since
             if not _match(data, CHUNK_TOKENS * itemsize, crcs, first_chunk):
                 raise DamageError(self._damage(shard, block, first_chunk, crcs, chunk_crcs(data, itemsize)))
         return np.frombuffer(data, self._dtype, stop - start, (start - chunk_start) * itemsize)
 
-    def _read_crcs(self, shard: int, block: int) -> memoryview:
-        layout = self._layouts[shard]
+    def _read_crcs(self, shard: int, layout: _Layout, block: int) -> memoryview:
         chunks = -(-(layout.begins[block + 1] - layout.begins[block]) // CHUNK_TOKENS)
         layout.crcs[block] = np.frombuffer(self._pread(shard, layout.crc_offsets[block], 4 * chunks), "<u4").astype(np.uint32).data
         return layout.crcs[block]
@@ -320,12 +320,13 @@ class TokenReader:
         return data
 
     def _descriptor(self, shard: int) -> int:
-        if shard not in self._open_files:
-            self._open_files[shard] = self._open(shard)
+        descriptor = self._open_files.get(shard)
+        if descriptor is None:
+            descriptor = self._open_files[shard] = self._open(shard)
             if len(self._open_files) > self.max_open_shards:
                 os.close(self._open_files.popitem(last=False)[1])
         self._open_files.move_to_end(shard)
-        return self._open_files[shard]
+        return descriptor
 
     def _open(self, shard: int) -> int:
         return os.open(self._path(shard), os.O_RDONLY)
