@@ -28,7 +28,7 @@ test: lint
 	@echo "== fused gate operators (without them, their tests are skipped)"
 	@$(BIN)/python -m model.ops.build || true
 	@echo "== tests"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED)
 	@echo "== ruff"

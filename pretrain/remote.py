@@ -65,6 +65,10 @@ class TransferError(Exception):
     """A transfer that brought something else than was asked for, or nothing; another may do better."""
 
 
+class ContentError(TransferError):
+    """A transfer that ended, and brought what the index does not describe."""
+
+
 class _Received(fsspec.Callback):
     """Counts the bytes of a transfer, and ends one that brings more than `limit`."""
 
@@ -75,23 +79,23 @@ class _Received(fsspec.Callback):
     def relative_update(self, inc: int = 1) -> None:
         self.value += inc
         if self.value > self._limit:
-            raise TransferError(f"the server sends more than the {self._limit} bytes that the index says")
+            raise ContentError(f"the server sends more than the {self._limit} bytes that the index says")
 
 
 def download(url: str, target: Path, size: int, sha256: str) -> None:
     """Writes the file at `url` to `target`, once, and checks it.
 
     Raises:
-        TransferError: size or sha256 differs, or the transfer stalled. Else whatever fsspec raises.
+        TransferError: size or sha256 differs (a ContentError), or the transfer stalled. Else whatever fsspec raises.
     """
     _transfer(url, target, size)
     with open(target, "rb") as file:
         found = os.fstat(file.fileno()).st_size
         if found != size:
-            raise TransferError(f"the transfer ended after {found} bytes, the index says {size}")
+            raise ContentError(f"the transfer ended after {found} bytes, the index says {size}")
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != sha256:
-        raise TransferError(f"sha256 expected {sha256}, found {digest}: the server holds another file than the index describes")
+        raise ContentError(f"sha256 expected {sha256}, found {digest}: the server holds another file than the index describes")
 
 
 def read(url: str) -> bytes:
@@ -99,6 +103,26 @@ def read(url: str) -> bytes:
     with tempfile.NamedTemporaryFile() as file:
         _transfer(url, Path(file.name), MOST_READ)
         return Path(file.name).read_bytes()
+
+
+def size(url: str) -> int | None:
+    """Bytes of a file, as the server says; None if it does not.
+
+    Raises:
+        FileNotFoundError: the server says that there is no such file. Else whatever fsspec raises.
+    """
+    filesystem, path = _open(url)
+    try:
+        if isinstance(filesystem, AsyncFileSystem):
+            info = sync(filesystem.loop, filesystem._info, path, timeout=STALL_SECONDS)
+        else:
+            info = filesystem.info(path)
+    except FileNotFoundError as error:
+        reason = error.__cause__  # fsspec's HTTP says "not found" of any failure
+        if url.startswith("http") and reason is not None and getattr(reason, "status", None) not in (404, 410):
+            raise reason from None
+        raise
+    return info["size"]
 
 
 def _transfer(url: str, target: Path, most: int) -> None:

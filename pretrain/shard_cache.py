@@ -379,7 +379,7 @@ def _fetch_tokenizer(url: str, folder: Path, content: dict[str, Any]) -> None:
         _replace(copy / name, remote.read(f"{url}/{TOKENIZER_FOLDER}/{name}"))
     found = files_sha256(copy / name for name in content["tokenizer_files"])
     if found != content["tokenizer_sha256"]:
-        raise remote.TransferError(f"sha256 expected {content['tokenizer_sha256']}, found {found}")
+        raise remote.ContentError(f"sha256 expected {content['tokenizer_sha256']}, found {found}")
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -1,9 +1,10 @@
 """A dataset directory: its index, cheap checks at start-up, and token reads that are checked as they are made.
 
 `index.json` describes the WebDataset tars beside it; a sample of a tar is a block of whole documents, in members `blk000000.crc.bin`,
-`.doc.bin`, `.json` and `.tok.bin`. Tars are read by offset, never as tars: a read verifies the crc32 of the 4,096-token chunks it
-touches and nothing else. How shards are made is `tools/prepare_data.py`; which tokens are read when is `pretrain/order.py`; how remote
-shards come to this node is `pretrain/shard_cache.py`.
+`.doc.bin`, `.json` and `.tok.bin`. Tars are read by offset, never as tars: a reader checks that a shard begins with the block that the
+index names, a read verifies the crc32 of the 4,096-token chunks it touches, and nothing else is looked at. How shards are made is
+`tools/prepare_data.py`; which tokens are read when is `pretrain/order.py`; how remote shards come to this node is
+`pretrain/shard_cache.py`.
 """
 
 import hashlib
@@ -33,6 +34,8 @@ VERSION = 1
 CHUNK_TOKENS = 4096  # tokens under one crc32
 SPLITS = ("train", "validation")
 TOKENIZER_FOLDER = "tokenizer"
+TAR_BLOCK = 512  # a tar's headers and contents start at multiples of it
+TAR_NAME = 100  # bytes of a header that hold the name
 # One row a block: sizes, and the byte offsets of its members' contents in the shard. crc.bin holds one uint32 for each chunk of tok.bin,
 # then one for doc.bin and one for the JSON. doc.bin holds the end of each document in the block, as uint32 counts of tokens.
 COLUMNS = ("tokens", "documents", "crc_offset", "document_offset", "json_offset", "token_offset")
@@ -43,7 +46,23 @@ class DatasetError(Exception):
 
 
 class DamageError(DatasetError):
-    """What a shard holds is not what the index says."""
+    """What the dataset holds is not what the index says."""
+
+
+class Damage(NamedTuple):
+    """One thing that is not as the index says, or could not be looked at. Its `str` is a line for a person."""
+
+    shard: str | None  # None for the kinds index and tokenizer
+    text: str
+    # index, tokenizer, missing, size, header (of a tar's member), identity (another block), crc32, sha256 or, if unknown, unreadable
+    kind: str
+    expected: str | int | None = None
+    found: str | int | None = None
+    block: int | None = None  # in the split
+    member: str | None = None  # of the tar
+
+    def __str__(self) -> str:
+        return f"{self.shard or self.kind}: {self.text}"
 
 
 def canonical_json(value: Any) -> bytes:
@@ -109,6 +128,20 @@ def columns_file(split: str) -> str:
     return f"{split}.blocks.bin"
 
 
+def block_key(number: int) -> str:
+    """WebDataset's key of a split's block: the start of its members' names."""
+    return f"blk{number:06d}"
+
+
+def block_json(source: str, tokens: int, documents: int) -> bytes:
+    return canonical_json({"documents": documents, "source": source, "tokens": tokens})
+
+
+def block_identity(header: bytes, description: bytes) -> bytes:
+    """Of the tar header and the contents of a block's JSON: its name and the JSON. No other block of the split has the same."""
+    return header[:TAR_NAME].rstrip(b"\0") + description
+
+
 def chunk_crcs(tokens: bytes, itemsize: int) -> list[int]:
     """crc32 of each 4,096-token chunk of a token payload."""
     step = CHUNK_TOKENS * itemsize
@@ -156,7 +189,7 @@ def load_index(path: Path) -> Index:
             splits={split: _load_split(path, split, content["splits"][split]) for split in SPLITS},
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise DatasetError(f"{path}/index.json is damaged ({error!r}); restore it, or make the dataset again") from error
+        raise DamageError(f"{path}/index.json is damaged ({error!r}); restore it, or make the dataset again") from error
 
 
 def index_content(data: bytes, place: str) -> dict[str, Any]:
@@ -174,7 +207,7 @@ def index_content(data: bytes, place: str) -> dict[str, Any]:
         if data != index_json(content):
             raise ValueError(f"its contents do not match their sha256 {claimed}")
     except (ValueError, KeyError, TypeError) as error:
-        raise DatasetError(f"{place}/index.json is damaged ({error!r}); restore it, or make the dataset again") from error
+        raise DamageError(f"{place}/index.json is damaged ({error!r}); restore it, or make the dataset again") from error
     return content
 
 
@@ -187,34 +220,42 @@ def _load_split(path: Path, name: str, content: dict[str, Any]) -> Split:
         raise DatasetError(f"{file} cannot be read ({error.strerror}); restore it, or make the dataset again") from error
     found = hashlib.sha256(data).hexdigest()
     if found != content["columns_sha256"]:
-        raise DatasetError(f"{file} is damaged: sha256 expected {content['columns_sha256']}, found {found}; restore it")
+        raise DamageError(f"{file} is damaged: sha256 expected {content['columns_sha256']}, found {found}; restore it")
     table = np.frombuffer(data, "<u8").reshape(len(COLUMNS), sum(shard.blocks for shard in shards))
     return Split(shards, table)
 
 
-def file_damage(index: Index) -> list[str]:
-    """One line for each file whose presence, size or (for the tokenizer's copy) hash differs from the index."""
-    damage = []
-    for split in index.splits.values():
-        for shard in split.shards:
-            try:
-                size = (index.directory / shard.name).stat().st_size
-            except OSError as error:
-                damage.append(f"{shard.name}: cannot be read ({error.strerror})")
-                continue
-            if size != shard.bytes:
-                damage.append(f"{shard.name}: {size} bytes, the index says {shard.bytes}")
-    return damage + tokenizer_damage(index)
+def file_damage(index: Index) -> list[Damage]:
+    """Of each file whose presence, size or (for the tokenizer's copy) hash differs from the index."""
+    shards = [shard for split in index.splits.values() for shard in split.shards]
+    return [damage for shard in shards for damage in shard_file_damage(index.directory, shard)] + tokenizer_damage(index)
 
 
-def tokenizer_damage(index: Index) -> list[str]:
-    """A line if the tokenizer's copy is not the one that the index names."""
+def shard_file_damage(directory: Path, shard: Shard) -> list[Damage]:
+    """What can be said of a shard without reading it: one thing at most."""
+    try:
+        size = (directory / shard.name).stat().st_size
+    except OSError as error:
+        kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
+        return [Damage(shard.name, f"cannot be read ({error.strerror})", kind)]
+    return size_damage(shard, size)
+
+
+def size_damage(shard: Shard, size: int) -> list[Damage]:
+    if size == shard.bytes:
+        return []
+    return [Damage(shard.name, f"{size} bytes, the index says {shard.bytes}", "size", shard.bytes, size)]
+
+
+def tokenizer_damage(index: Index) -> list[Damage]:
+    """One thing if the tokenizer's copy is not the one that the index names."""
     try:
         found = files_sha256(index.directory / TOKENIZER_FOLDER / name for name in index.tokenizer_files)
     except OSError as error:
-        return [f"{TOKENIZER_FOLDER}: the tokenizer's copy cannot be read ({error.strerror})"]
+        return [Damage(None, f"the tokenizer's copy cannot be read ({error.strerror})", "tokenizer", index.tokenizer_fingerprint)]
     if found != index.tokenizer_fingerprint:
-        return [f"{TOKENIZER_FOLDER}: sha256 expected {index.tokenizer_fingerprint}, found {found}"]
+        text = f"sha256 expected {index.tokenizer_fingerprint}, found {found}"
+        return [Damage(None, text, "tokenizer", index.tokenizer_fingerprint, found)]
     return []
 
 
@@ -245,7 +286,8 @@ class TokenReader:
     max_open_shards = 64
 
     def __init__(self, index: Index, split: str) -> None:
-        self._directory, self._dtype, self._itemsize = index.directory, index.dtype, index.dtype.itemsize
+        self._directory, self._source = index.directory, index.source
+        self._dtype, self._itemsize = index.dtype, index.dtype.itemsize
         self._split = index.splits[split]
         self._open_files: OrderedDict[int, int] = OrderedDict()  # shard -> file descriptor, the last used last
         self._layouts: dict[int, _Layout] = {}
@@ -329,7 +371,27 @@ class TokenReader:
         return descriptor
 
     def _open(self, shard: int) -> int:
-        return os.open(self._path(shard), os.O_RDONLY)
+        descriptor = os.open(self._path(shard), os.O_RDONLY)
+        try:
+            self._check_identity(shard, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _check_identity(self, shard: int, descriptor: int) -> None:
+        """Another shard under this name can have the right size, and its tokens match the crc32s that it brings along."""
+        block = int(self._split.first_block[shard])
+        row = {name: int(column[block]) for name, column in self._split.columns.items()}
+        description = block_json(self._source, row["tokens"], row["documents"])
+        expected = block_identity(f"{block_key(block)}.json".encode(), description)
+        data = os.pread(descriptor, TAR_BLOCK + len(description), row["json_offset"] - TAR_BLOCK)
+        found = block_identity(data[:TAR_BLOCK], data[TAR_BLOCK:])
+        if found != expected:
+            raise DamageError(
+                f"{self._path(shard)}: begins with {found!r}, not with {expected!r}: another shard's file, or damaged; restore it, or "
+                "make the dataset again with tools/prepare_data.py"
+            )
 
     def __del__(self) -> None:
         for descriptor in getattr(self, "_open_files", {}).values():

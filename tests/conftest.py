@@ -7,6 +7,7 @@ import argparse
 import calendar
 import inspect
 import json
+import os
 import tarfile
 import textwrap
 import typing
@@ -17,6 +18,9 @@ import pytest
 
 from tokenizer.train import main as train_tokenizer
 from tools.prepare_data import main as prepare_data
+
+# Before torch is imported, here and in what tests start: `make test` runs two tests at a time, and their tensors are small.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Small sizes, so that there are many shards, several blocks in each and several checked chunks in a block.
 DATASET_ARGUMENTS = ["--block-tokens", "6000", "--shard-tokens", "12000", "--validation-fraction", "0.1", "--processes", "1"]

@@ -2,9 +2,6 @@
 
 import hashlib
 import multiprocessing
-import os
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,6 +17,7 @@ from tokenizer.tokenizer import Tokenizer, load_tokenizer
 from tools.duplicates import text_hashes
 from tools.shard_writer import token_dtype
 from tools.tasks import Position, Task
+from tools.workers import start_worker
 
 
 @dataclass(frozen=True)
@@ -160,17 +158,8 @@ _worker: DocumentWorker  # of a worker process, which has no other place for it
 
 def _start_worker(tokenizer_directory: Path, options: DocumentOptions) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the main process ends the workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    start_worker()
     _worker = DocumentWorker(load_tokenizer(tokenizer_directory), options)
-
-
-def _end_with_parent() -> None:
-    """A pool's idle worker does not see that its parent was killed; it would wait forever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _run(method: Callable[..., Any], chunks: list[Chunk], extra: Any) -> Any:

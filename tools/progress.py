@@ -21,20 +21,21 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Of the bytes of a corpus.
+    """Of bytes that are read.
 
     Args:
         label: what is done.
         done: bytes that an earlier command did.
+        unit: B for bytes, or what is counted instead of them.
     """
 
-    def __init__(self, total: int, label: str = "", done: int = 0) -> None:
-        self._total, self._done, self._first, self._label = total, done, done, label
+    def __init__(self, total: int, label: str = "", done: int = 0, unit: str = "B") -> None:
+        self._total, self._done, self._first, self._label, self._unit = total, done, done, label, unit
         self._start = self._last_line = time.monotonic()
-        self._bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=label or None, disable=not sys.stderr.isatty())
+        self._bar = tqdm(total=total, initial=done, unit=unit, unit_scale=True, desc=label or None, disable=not sys.stderr.isatty())
 
     def advance(self, done: int, note: str) -> None:
-        """`done` bytes in all."""
+        """`done` in all."""
         self._bar.set_postfix_str(note, refresh=False)
         self._bar.update(done - self._done)
         self._done = done
@@ -45,7 +46,8 @@ class Progress:
             left = f", {duration((self._total - done) / rate)} left" if rate and self._total > done else ""
             share = f"{done / self._total:.0%}" if self._total else f"{done / 1e6:.0f} MB"
             label = f"{self._label}: " if self._label else ""
-            print(f"{label}{share}, {note}{left}, {rate / 1e6:.1f} MB/s", flush=True)
+            speed = f"{rate / 1e6:.1f} MB/s" if self._unit == "B" else f"{rate:.0f} {self._unit}s/s"
+            print(f"{label}{share}, {note}{left}, {speed}", flush=True)
 
     def close(self) -> None:
         self._bar.close()

@@ -18,15 +18,16 @@ import numpy as np
 
 from pretrain.shards import (
     COLUMNS,
+    TAR_BLOCK,
     DatasetError,
     Shard,
-    canonical_json,
+    block_json,
+    block_key,
     chunk_crcs,
     columns_file,
 )
 from tools.restart import START_OVER
 
-TAR_BLOCK = 512  # a tar's headers and contents start at multiples of it
 TAR_END = bytes(2 * TAR_BLOCK)
 ROW = np.dtype(("<u8", len(COLUMNS)))
 ROWS_AT_ONCE = 1 << 16
@@ -46,15 +47,6 @@ def member_header(name: str, size: int) -> bytes:
 def padding(size: int) -> int:
     """Zero bytes after `size` bytes of a member's contents."""
     return -size % TAR_BLOCK
-
-
-def block_key(number: int) -> str:
-    """WebDataset's key of a split's block: the start of its members' names."""
-    return f"blk{number:06d}"
-
-
-def block_json(source: str, tokens: int, documents: int) -> bytes:
-    return canonical_json({"documents": documents, "source": source, "tokens": tokens})
 
 
 class SplitWriter:

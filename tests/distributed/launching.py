@@ -17,8 +17,7 @@ from typing import Any
 
 import yaml
 
-from pretrain.topology import free_port
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, free_port
 
 LIMIT = 240  # seconds for a run of a few steps, on a machine that has other work too
 MARK = "GRT_TEST_RUN"

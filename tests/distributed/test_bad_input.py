@@ -7,7 +7,6 @@ deepspeed launcher show what depends on ranks.
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -29,27 +28,22 @@ from pretrain.engine import initialize_distributed
 from pretrain.shards import CHUNK_TOKENS, Index, open_dataset
 from pretrain.sources import DataConfig
 from pretrain.topology import Topology
-from tests.distributed.launching import Ended, launcher, run, train_losses, write_run
+from tests.distributed.launching import LIMIT, Ended, launcher, run, train_losses, write_run
 from tests.distributed.runs import small_run
 from tests.pretrain.streams import sequences_of
-from tests.ranks import run_ranks
+from tests.ranks import SETTING, be_as_started, run_ranks, trainer_processes
 from tools.prepare_data import main as prepare_data
 
 
 @pytest.fixture(scope="module")
 def trainer() -> ForkServerContext:
     """Processes that need not import the trainer again."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pretrain.train"])
-    return context
+    return trainer_processes()
 
 
-def _main(options: list[str], output: str) -> None:
+def _main(options: list[str], output: Path) -> None:
     """`python pretrain/train.py options` in this process, which ends."""
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    be_as_started(os.environ | SETTING, output)
     sys.argv = ["pretrain/train.py", *options]
     from pretrain.train import main
 
@@ -64,9 +58,9 @@ def _main(options: list[str], output: str) -> None:
 
 def run_alone(trainer: ForkServerContext, options: list[str], output: Path) -> Ended:
     """One process, no launcher."""
-    process = trainer.Process(target=_main, args=(options, str(output)))
+    process = trainer.Process(target=_main, args=(options, output))
     process.start()
-    process.join(120)
+    process.join(LIMIT)
     left = [f"process {process.pid}"] if process.is_alive() else []
     process.kill()
     return Ended(process.exitcode or 0, output.read_text(), left)
@@ -144,7 +138,8 @@ def test_the_other_apex_is_refused_at_start(dataset: Path, tmp_path: Path) -> No
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from pyramid.session import UnencryptedCookieSessionFactoryConfig\n")
     (package / "models.py").touch()
-    ended = run(launcher("plain", 1), write_run(tmp_path, dataset), {"PYTHONPATH": str(package.parent)})
+    search = [str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ended = run(launcher("plain", 1), write_run(tmp_path, dataset), {"PYTHONPATH": os.pathsep.join(search)})
     ended.check_refused("not NVIDIA apex", str(package), "pip uninstall apex")
 
 

@@ -129,9 +129,8 @@ def test_killed_run_ends_as_if_nothing_had_happened(dataset: Path, uninterrupted
     moments: list[tuple[Callable[[], bool], Callable[[subprocess.Popen[bytes]], None]]] = [
         (lambda: last_step(run_dir) >= 2, kill_one_rank),  # before any checkpoint
         (lambda: being_written(12), kill_in_the_write),
-        (lambda: last_step(run_dir) >= 15, kill_everything),
+        (lambda: last_step(run_dir) >= 15, kill_one_rank),
         (lambda: (checkpoints / f"step_{18:08d}").exists(), kill_everything),  # just after one is complete
-        (lambda: last_step(run_dir) >= 26, kill_one_rank),
     ]
     for condition, kill in moments:
         job = launch(options, output)

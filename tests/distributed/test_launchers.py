@@ -10,11 +10,12 @@ from tests.distributed.launching import launcher, run, train_losses, write_run
 
 
 def losses(folder: Path, dataset: Path, name: str, ranks: int) -> list[float]:
-    """Of 4 steps, after checks that the run left no process and compiled no DeepSpeed op."""
+    """Of 4 steps of tensor-parallel ranks, after checks that the run left no process and compiled no DeepSpeed op."""
     folder.mkdir()
     extensions = folder / "extensions"  # where DeepSpeed builds its ops
     extensions.mkdir()
-    ended = run(launcher(name, ranks), write_run(folder, dataset), {"TORCH_EXTENSIONS_DIR": str(extensions)})
+    options = [*write_run(folder, dataset), "--parallel.tensor_parallel", str(ranks)]
+    ended = run(launcher(name, ranks), options, {"TORCH_EXTENSIONS_DIR": str(extensions)})
     ended.check_succeeded()
     assert list(extensions.iterdir()) == []
     return train_losses(folder / "run")

@@ -16,8 +16,8 @@ from pretrain import remote
 from pretrain.data import Batch
 from pretrain.shards import DatasetError, load_index
 from pretrain.sources import DataConfig
-from pretrain.topology import free_port
 from tests.pretrain.streams import batches_of, open_one
+from tests.ranks import free_port
 
 s3fs = pytest.importorskip("s3fs", reason="S3 needs s3fs: pip install -e '.[remote]'")
 pytest.importorskip("moto", reason="the S3 server is not installed: pip install -e '.[s3-server]'")
