@@ -46,6 +46,7 @@ bench: ops
 	@$(BIN)/python -m benchmarks.train_step
 	@$(BIN)/python -m benchmarks.gradient_precision
 	@$(BIN)/python -m benchmarks.gate
+	@$(BIN)/python -m benchmarks.data
 
 ops: $(INSTALLED)
 	@$(BIN)/python -m model.ops.build

@@ -10,15 +10,21 @@ index names, a read verifies the crc32 of the 4,096-token chunks it touches, and
 import hashlib
 import json
 import os
-import zlib
+from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tokenizer.fingerprint import files_sha256
+
+try:
+    from zlib_ng.zlib_ng import crc32  # the same function, ten times as fast
+except ImportError:
+    from zlib import crc32
 
 if TYPE_CHECKING:
     from pretrain.shard_cache import ShardCache
@@ -140,7 +146,7 @@ def chunk_crcs(tokens: bytes, itemsize: int) -> list[int]:
     """crc32 of each 4,096-token chunk of a token payload."""
     step = CHUNK_TOKENS * itemsize
     view = memoryview(tokens)
-    return [zlib.crc32(view[start : start + step]) for start in range(0, len(view), step)]
+    return [crc32(view[start : start + step]) for start in range(0, len(view), step)]
 
 
 def open_dataset(path: Path) -> Index:
@@ -253,17 +259,38 @@ def tokenizer_damage(index: Index) -> list[Damage]:
     return []
 
 
+def _match(data: bytes, step: int, crcs: memoryview, chunk: int) -> bool:
+    """Whether pieces of `step` bytes have the crc32 that `crcs` holds from number `chunk` on."""
+    if len(data) <= step:
+        return crc32(data) == crcs[chunk]
+    view = memoryview(data)
+    for begin in range(0, len(data), step):
+        if crc32(view[begin : begin + step]) != crcs[chunk]:
+            return False
+        chunk += 1
+    return True
+
+
+class _Layout(NamedTuple):
+    """Where an open shard's blocks lie: plain numbers, since NumPy's scalars would take longer than the reads."""
+
+    begins: list[int]  # each block's first token in the shard's stream, and the end of the last
+    token_offsets: list[int]
+    crc_offsets: list[int]
+    crcs: dict[int, memoryview]  # block -> the uint32 of its tok.bin's chunks, once read: 1 KiB a million tokens
+
+
 class TokenReader:
     """Reads ranges of a shard's token stream: its blocks' tokens one after the other. Opens shards when they are first read."""
 
     max_open_shards = 64
 
     def __init__(self, index: Index, split: str) -> None:
-        self._dtype, self._source = index.dtype, index.source
+        self._directory, self._source = index.directory, index.source
+        self._dtype, self._itemsize = index.dtype, index.dtype.itemsize
         self._split = index.splits[split]
-        self._paths = [str(index.directory / shard.name) for shard in self._split.shards]
-        self._first_token = np.concatenate([[0], np.cumsum(self._split.columns["tokens"], dtype=np.int64)])
         self._open_files: OrderedDict[int, int] = OrderedDict()  # shard -> file descriptor, the last used last
+        self._layouts: dict[int, _Layout] = {}
 
     def read(self, shard: int, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) of the shard's stream, [count] of the dataset's dtype.
@@ -271,35 +298,59 @@ class TokenReader:
         Raises:
             DatasetError: the file is missing or short, or a chunk does not match its crc32; names shard, block, expected and found.
         """
-        begin = int(self._first_token[self._split.first_block[shard]]) + start  # in the split's tokens
-        end = begin + count
-        block = int(np.searchsorted(self._first_token, begin, side="right")) - 1
+        layout = self._layouts.get(shard) or self._describe(shard)
+        begins = layout.begins
+        block, end = bisect_right(begins, start) - 1, start + count
+        if end <= begins[block + 1]:
+            return self._read_block(shard, layout, block, start - begins[block], end - begins[block])
         pieces = []
-        while begin < end:
-            stop = min(end, int(self._first_token[block + 1]))
-            block_begin = int(self._first_token[block])
-            pieces.append(self._read_block(shard, block, begin - block_begin, stop - block_begin))
-            begin, block = stop, block + 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        while start < end:
+            stop = min(end, begins[block + 1])
+            pieces.append(self._read_block(shard, layout, block, start - begins[block], stop - begins[block]))
+            start, block = stop, block + 1
+        return np.concatenate(pieces)
 
-    def _read_block(self, shard: int, block: int, start: int, stop: int) -> np.ndarray:
-        columns = self._split.columns
-        first_chunk, last_chunk = start // CHUNK_TOKENS, (stop - 1) // CHUNK_TOKENS
+    def _describe(self, shard: int) -> _Layout:
+        first, end = self._split.first_block[shard : shard + 2].tolist()
+        tokens, token_offsets, crc_offsets = (
+            self._split.columns[name][first:end].tolist() for name in ("tokens", "token_offset", "crc_offset")
+        )
+        layout = _Layout(list(accumulate(tokens, initial=0)), token_offsets, crc_offsets, {})
+        if len(self._layouts) >= self.max_open_shards:
+            del self._layouts[next(iter(self._layouts))]
+        self._layouts[shard] = layout
+        return layout
+
+    def _read_block(self, shard: int, layout: _Layout, block: int, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of a block, numbered from the shard's first, out of chunks read and checked whole."""
+        itemsize = self._itemsize
+        first_chunk = start // CHUNK_TOKENS
         chunk_start = first_chunk * CHUNK_TOKENS
-        chunk_stop = min((last_chunk + 1) * CHUNK_TOKENS, int(columns["tokens"][block]))
-        itemsize = self._dtype.itemsize
-        data = self._pread(shard, int(columns["token_offset"][block]) + chunk_start * itemsize, (chunk_stop - chunk_start) * itemsize)
-        crcs = self._pread(shard, int(columns["crc_offset"][block]) + 4 * first_chunk, 4 * (last_chunk - first_chunk + 1))
-        expected = np.frombuffer(crcs, "<u4").tolist()
-        found = chunk_crcs(data, itemsize)
-        if found != expected:
-            bad = next(i for i in range(len(found)) if found[i] != expected[i])
-            raise DamageError(
-                f"{self._paths[shard]}: block {block - int(self._split.first_block[shard])}, "
-                f"tokens from {(first_chunk + bad) * CHUNK_TOKENS}: crc32 expected {expected[bad]:08x}, found {found[bad]:08x}; "
-                "the file is damaged: restore it, or make the dataset again with tools/prepare_data.py"
-            )
-        return np.frombuffer(data, self._dtype)[start - chunk_start : stop - chunk_start]
+        chunk_stop = min(-(-stop // CHUNK_TOKENS) * CHUNK_TOKENS, layout.begins[block + 1] - layout.begins[block])
+        data = self._pread(shard, layout.token_offsets[block] + chunk_start * itemsize, (chunk_stop - chunk_start) * itemsize)
+        crcs = layout.crcs.get(block) or self._read_crcs(shard, layout, block)
+        if not _match(data, CHUNK_TOKENS * itemsize, crcs, first_chunk):
+            crcs = self._read_crcs(shard, layout, block)  # those kept may be of a damaged copy that was replaced since
+            if not _match(data, CHUNK_TOKENS * itemsize, crcs, first_chunk):
+                raise DamageError(self._damage(shard, block, first_chunk, crcs, chunk_crcs(data, itemsize)))
+        return np.frombuffer(data, self._dtype, stop - start, (start - chunk_start) * itemsize)
+
+    def _read_crcs(self, shard: int, layout: _Layout, block: int) -> memoryview:
+        chunks = -(-(layout.begins[block + 1] - layout.begins[block]) // CHUNK_TOKENS)
+        layout.crcs[block] = np.frombuffer(self._pread(shard, layout.crc_offsets[block], 4 * chunks), "<u4").astype(np.uint32).data
+        return layout.crcs[block]
+
+    def _damage(self, shard: int, block: int, first_chunk: int, crcs: memoryview, found: list[int]) -> str:
+        """Names the first chunk from `first_chunk` on whose crc32 is not the expected one."""
+        expected = crcs[first_chunk : first_chunk + len(found)].tolist()
+        bad = next(number for number in range(len(found)) if found[number] != expected[number])
+        return (
+            f"{self._path(shard)}: block {block}, tokens from {(first_chunk + bad) * CHUNK_TOKENS}: crc32 expected {expected[bad]:08x}, "
+            f"found {found[bad]:08x}; the file is damaged: restore it, or make the dataset again with tools/prepare_data.py"
+        )
+
+    def _path(self, shard: int) -> str:
+        return f"{self._directory}/{self._split.shards[shard].name}"
 
     def document_ends(self, shard: int, block: int) -> np.ndarray:
         """Where the documents of a shard's block end, in tokens from the block's first: int64 [documents].
@@ -321,25 +372,25 @@ class TokenReader:
         return np.frombuffer(ends, "<u4").astype(np.int64)
 
     def _pread(self, shard: int, offset: int, count: int) -> bytes:
-        path = self._paths[shard]
         try:
             data = os.pread(self._descriptor(shard), count, offset)
         except OSError as error:
-            raise DatasetError(f"{path} cannot be read at byte {offset}: {error.strerror}") from error
+            raise DatasetError(f"{self._path(shard)} cannot be read at byte {offset}: {error.strerror}") from error
         if len(data) != count:
-            raise DamageError(f"{path} ends before byte {offset + count}: it was cut after training began; restore it")
+            raise DamageError(f"{self._path(shard)} ends before byte {offset + count}: it was cut after training began; restore it")
         return data
 
     def _descriptor(self, shard: int) -> int:
-        if shard not in self._open_files:
-            self._open_files[shard] = self._open(shard)
+        descriptor = self._open_files.get(shard)
+        if descriptor is None:
+            descriptor = self._open_files[shard] = self._open(shard)
             if len(self._open_files) > self.max_open_shards:
                 os.close(self._open_files.popitem(last=False)[1])
         self._open_files.move_to_end(shard)
-        return self._open_files[shard]
+        return descriptor
 
     def _open(self, shard: int) -> int:
-        descriptor = os.open(self._paths[shard], os.O_RDONLY)
+        descriptor = os.open(self._path(shard), os.O_RDONLY)
         try:
             self._check_identity(shard, descriptor)
         except BaseException:
@@ -357,7 +408,7 @@ class TokenReader:
         found = block_identity(data[:TAR_BLOCK], data[TAR_BLOCK:])
         if found != expected:
             raise DamageError(
-                f"{self._paths[shard]}: begins with {found!r}, not with {expected!r}: another shard's file, or damaged; restore it, or "
+                f"{self._path(shard)}: begins with {found!r}, not with {expected!r}: another shard's file, or damaged; restore it, or "
                 "make the dataset again with tools/prepare_data.py"
             )
 

@@ -172,6 +172,36 @@ def test_damage_met_by_a_worker_is_one_clean_error_in_the_main_process(damaged: 
     assert "\n" not in message
 
 
+def flip(shard: Path, offset: int) -> None:
+    data = bytearray(shard.read_bytes())
+    data[offset] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.mark.parametrize(("column", "before"), [("token_offset", False), ("token_offset", True), ("crc_offset", False)])
+def test_a_reader_notices_damage_in_a_block_that_it_has_read_and_its_repair(
+    dataset: Path, tmp_path: Path, column: str, before: bool
+) -> None:
+    index = open_dataset(shutil.copytree(dataset, tmp_path / "copy"))
+    shard, offset = index.directory / "train-00000.tar", int(index.splits["train"].columns[column][0])
+    reader = TokenReader(index, "train")
+    if before:
+        reader.read(0, 0, S)
+    flip(shard, offset)
+    with pytest.raises(DatasetError, match="train-00000.tar: block 0, tokens from 0: crc32 expected"):
+        reader.read(0, 0, S)
+    flip(shard, offset)
+    assert np.array_equal(reader.read(0, 0, S), TokenReader(index, "train").read(0, 0, S))
+
+
+def test_a_reader_keeps_no_more_shards_than_it_may(index: Index) -> None:
+    reader = TokenReader(index, "train")
+    reader.max_open_shards = 3
+    wanted = [TokenReader(index, "train").read(shard, 0, S).tolist() for shard in range(6)]
+    assert [reader.read(shard, 0, S).tolist() for shard in [*range(6), *range(6)]] == wanted * 2
+    assert len(reader._layouts) == len(reader._open_files) == 3
+
+
 def test_a_shard_that_vanishes_during_training_is_named(damaged: Index) -> None:
     batches = train(damaged, workers=1)
     (damaged.directory / "train-00001.tar").unlink()

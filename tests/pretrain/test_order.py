@@ -50,11 +50,23 @@ def test_every_sequence_comes_exactly_once_an_epoch(sizes: list[int], window: in
 
 
 def test_positions_are_located_one_by_one_as_together() -> None:
-    order = SequenceOrder(np.array([7, 1, 0, 9, 4]), seed=3, window_shards=2)
+    def order() -> SequenceOrder:
+        return SequenceOrder(np.array([7, 1, 0, 9, 4]), seed=3, window_shards=2)
+
     positions = np.arange(100)
-    together = np.array(order.locate(positions))
-    one_by_one = np.hstack([order.locate(np.array([position])) for position in positions])
+    together = np.array(order().locate(positions))
+    one_by_one = np.hstack([order().locate(np.array([position])) for position in positions])
     assert np.array_equal(together, one_by_one)
+
+
+@settings(deadline=None, max_examples=30)
+@given(spans=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3), st.integers(1, 300)), min_size=1, max_size=20))
+def test_what_was_located_before_changes_nothing(spans: list[tuple[int, int, int]]) -> None:
+    sizes = np.array([300, 200, 0, 400, 350, 100])
+    used, expected = SequenceOrder(sizes, seed=3, window_shards=2), SequenceOrder(sizes, seed=3, window_shards=2)._locate(np.arange(4000))
+    for first, count, stride in spans:
+        positions = first + stride * np.arange(count)
+        assert np.array_equal(used.locate(positions), np.array(expected)[:, positions])
 
 
 def test_a_window_reads_no_more_than_its_shards() -> None:
