@@ -363,10 +363,10 @@ class TokenReader:
         ends = self._pread(shard, row["document_offset"], 4 * row["documents"])
         chunks = -(-row["tokens"] // CHUNK_TOKENS)
         expected = int.from_bytes(self._pread(shard, row["crc_offset"] + 4 * chunks, 4), "little")
-        found = zlib.crc32(ends)
+        found = crc32(ends)
         if found != expected:
             raise DamageError(
-                f"{self._paths[shard]}: block {block}, doc.bin: crc32 expected {expected:08x}, found {found:08x}; "
+                f"{self._path(shard)}: block {block}, doc.bin: crc32 expected {expected:08x}, found {found:08x}; "
                 "the file is damaged: restore it, or make the dataset again with tools/prepare_data.py"
             )
         return np.frombuffer(ends, "<u4").astype(np.int64)
