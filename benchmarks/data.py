@@ -148,7 +148,7 @@ def print_streams(results: list[Result]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["all", "streaming", "tokenizing", "index"], default="all")
-    parser.add_argument("--tokens", type=int, default=40_000_000, help="to stream (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=60_000_000, help="to stream (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of each measurement (default: %(default)s)")
     arguments = parser.parse_args()
     from benchmarks.data_index import simulate  # not above: the processes that stream import this module, too

@@ -12,7 +12,7 @@ import numpy as np
 
 ROUNDS = 8
 # Positions are located for many calls at a time: NumPy takes as long for one as for a hundred. A stream that goes on where the last
-# ended is given twice as many each time, up to where that saves no more.
+# ended is given four times as many each time, up to where that saves no more.
 CALLS_AHEAD, MOST_AHEAD = 32, 1 << 14
 
 
@@ -117,7 +117,7 @@ class SequenceOrder:
         known = self._located
         if not known.first <= first <= last < known.first + len(known.shards):
             follows = 0 <= first - known.first - len(known.shards) <= len(known.shards)
-            ahead = min(max(CALLS_AHEAD * positions.size, 2 * len(known.shards) * follows), MOST_AHEAD, self.epoch_length)
+            ahead = min(max(CALLS_AHEAD * positions.size, 4 * len(known.shards) * follows), MOST_AHEAD, self.epoch_length)
             if last - first >= ahead:
                 return self._locate(positions)
             known = self._located = _Located(first, *self._locate(np.arange(first, first + ahead)))
