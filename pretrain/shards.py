@@ -18,13 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from zlib_ng.zlib_ng import crc32  # zlib's, ten times as fast
 
 from tokenizer.fingerprint import files_sha256
-
-try:
-    from zlib_ng.zlib_ng import crc32  # the same function, ten times as fast
-except ImportError:
-    from zlib import crc32
 
 if TYPE_CHECKING:
     from pretrain.shard_cache import ShardCache
