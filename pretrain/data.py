@@ -6,7 +6,7 @@ Ranks, micro-batches and workers only decide who evaluates which position, so th
 """
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,7 +77,7 @@ class SequenceDataset(Dataset[Sequences | DatasetError]):
         """
         sources, places = self._mixture.locate(positions)
         tokens = np.empty((len(positions), self._row_length), self._dtype)
-        for source in np.unique(sources).tolist():
+        for source in set(sources.tolist()):
             chosen = np.flatnonzero(sources == source)
             self._source(source).read(places[chosen], tokens, chosen)
         return Sequences(positions, tokens)
@@ -111,10 +111,11 @@ def document_offsets(tokens: np.ndarray, eos_id: int) -> np.ndarray:
 
 
 def _to_batch(sequences: Sequences, config: DataConfig, eos_id: int) -> Batch:
-    stream = torch.from_numpy(sequences.tokens.astype(np.int64))  # [B, S + 1]
-    tokens, targets = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
-    loss_mask = tokens != eos_id if config.masks_loss else torch.ones_like(tokens, dtype=torch.bool)
-    cu_seqlens = torch.from_numpy(document_offsets(sequences.tokens[:, :-1], eos_id)) if config.resets_attention else None
+    inputs = sequences.tokens[:, :-1]
+    # NumPy converts each half in one pass; torch would copy the halves of a converted whole.
+    tokens, targets = torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(sequences.tokens[:, 1:].astype(np.int64))
+    loss_mask = torch.from_numpy(inputs != eos_id if config.masks_loss else np.ones(inputs.shape, np.bool_))
+    cu_seqlens = torch.from_numpy(document_offsets(inputs, eos_id)) if config.resets_attention else None
     return Batch(tokens, targets, loss_mask, torch.from_numpy(sequences.positions), cu_seqlens)
 
 
@@ -155,16 +156,21 @@ def train_batches(
         DatasetError: a source has no full sequence, or a read finds damage.
     """
     dataset = SequenceDataset(config, sources, phases, seed)
-    a_step = batch_size(LAST_POSITION) // (micro_batch_size * data_parallel_size)
-    loader: DataLoader[Sequences | DatasetError] = DataLoader(
-        dataset,
-        batch_sampler=_MicroBatches(position, batch_size, micro_batch_size, data_parallel_rank, data_parallel_size),
-        num_workers=config.workers,
-        prefetch_factor=2 + a_step // config.workers if config.workers else None,  # a step's micro-batches are asked for together
-        collate_fn=_as_it_is,
-        worker_init_fn=_shield_from_signals,
-        generator=torch.Generator(),  # the loader draws a seed for its workers: not from the trainer's generator
-    )
+    batches = _MicroBatches(position, batch_size, micro_batch_size, data_parallel_rank, data_parallel_size)
+    loader: Iterable[Sequences | DatasetError]
+    if config.workers:
+        a_step = batch_size(LAST_POSITION) // (micro_batch_size * data_parallel_size)
+        loader = DataLoader(
+            dataset,
+            batch_sampler=batches,
+            num_workers=config.workers,
+            prefetch_factor=2 + a_step // config.workers,  # a step's micro-batches are asked for together
+            collate_fn=_as_it_is,
+            worker_init_fn=_shield_from_signals,
+            generator=torch.Generator(),  # the loader draws a seed for its workers: not from the trainer's generator
+        )
+    else:
+        loader = map(dataset.__getitems__, batches)  # the loader would take as long as the reads
     eos_id = next(iter(sources.values())).eos_id
     for sequences in loader:
         if isinstance(sequences, DatasetError):
