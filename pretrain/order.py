@@ -11,9 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 ROUNDS = 8
-# Positions are located for many calls at a time: NumPy takes as long for one as for a hundred. A stream that goes on where the last
-# ended is given four times as many each time, up to where that saves no more.
-CALLS_AHEAD, MOST_AHEAD = 32, 1 << 14
+TOGETHER = 1024  # positions that are located at once and kept: NumPy takes as long for a few as for hundreds
 
 
 def round_keys(*name: object) -> np.ndarray:
@@ -57,14 +55,6 @@ def _mix(value: np.ndarray) -> np.ndarray:
     return value ^ value >> np.uint64(31)
 
 
-class _Located(NamedTuple):
-    """What `SequenceOrder.locate` says of positions from `first` on."""
-
-    first: int
-    shards: np.ndarray
-    sequences: np.ndarray
-
-
 class _Epoch(NamedTuple):
     shards: np.ndarray  # int64 [shards]: the shards in this epoch's order
     first_sequence: np.ndarray  # int64 [shards + 1]: sequences of the epoch before each of them
@@ -85,8 +75,8 @@ class SequenceOrder:
         self._window_shards = window_shards
         self.epoch_length = int(self._sequences.sum())
         self._last_epoch: tuple[int, _Epoch] | None = None
-        empty = np.empty(0, np.int64)
-        self._located = _Located(0, empty, empty)
+        self._together = min(TOGETHER, self.epoch_length)
+        self._last_located: tuple[int, np.ndarray, np.ndarray] | None = None  # a first position, and the places from it on
 
     def _epoch(self, epoch: int) -> _Epoch:
         if self._last_epoch is None or self._last_epoch[0] != epoch:
@@ -112,17 +102,14 @@ class SequenceOrder:
         """The (shard, sequence in the shard) at each of the positions, both int64 [positions]."""
         positions = np.asarray(positions, np.int64)
         if not positions.size:
-            return positions, positions
-        first, last = int(positions.min()), int(positions.max())
-        known = self._located
-        if not known.first <= first <= last < known.first + len(known.shards):
-            follows = 0 <= first - known.first - len(known.shards) <= len(known.shards)
-            ahead = min(max(CALLS_AHEAD * positions.size, 4 * len(known.shards) * follows), MOST_AHEAD, self.epoch_length)
-            if last - first >= ahead:
-                return self._locate(positions)
-            known = self._located = _Located(first, *self._locate(np.arange(first, first + ahead)))
-        places = positions - known.first
-        return known.shards[places], known.sequences[places]
+            return self._locate(positions)
+        first = int(positions[0]) // self._together * self._together
+        if positions.min() < first or positions.max() >= first + self._together:
+            return self._locate(positions)
+        if self._last_located is None or self._last_located[0] != first:
+            self._last_located = first, *self._locate(np.arange(first, first + self._together))
+        _, shards, sequences = self._last_located
+        return shards[positions - first], sequences[positions - first]
 
     def _locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shards, sequences = np.empty_like(positions), np.empty_like(positions)
