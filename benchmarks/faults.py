@@ -71,9 +71,8 @@ def measure() -> dict[str, float]:
         rows["watched"].append(seconds(watched))
         rows["with digests"].append(seconds(digests))
         before = time.process_time()
-        begin = time.perf_counter()
-        copied = saver.save(engine, {"step": step, "position": 0}, {}, {})
-        stalls.append(time.perf_counter() - begin)
+        stall, copied = saver.save(engine, {"step": step, "position": 0}, {}, {})
+        stalls.append(stall)
         while any(thread.name == "checkpoint" for thread in threading.enumerate()):
             own = time.thread_time()
             rows["while a checkpoint is written"].append(seconds(watched))
@@ -97,10 +96,9 @@ def main() -> None:
     print("| steps | time / plain |\n|---|---|")
     for name in ("watched", "while a checkpoint is written", "with digests"):
         print(f"| {name} | {found[name] / plain:.3f} |")
-    print(
-        f"\nA plain step takes {plain:.3f} s. A checkpoint of {found['copied'] / 2**20:.0f} MiB makes the loop wait {found['stall']:.3f} s for "
-    )
-    print(f"the copy, and takes the writer {found['writer']:.2f} CPU seconds, hashes included.")
+    size = f"{found['copied'] / 2**20:.0f} MiB"
+    print(f"\nA plain step takes {plain:.3f} s. The copy of {size} for a checkpoint stalls the loop for {found['stall']:.3f} s; the writer")
+    print(f"takes {found['writer']:.2f} CPU seconds, hashes included.")
     for name in ("agreement", "digests"):
         print(f"{name}: {found[f'collectives, {name}']:.0f} collectives, {found[f'bytes, {name}']:.0f} bytes a rank")
 

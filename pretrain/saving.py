@@ -39,14 +39,21 @@ class CheckpointSaver:
         self._failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self._retry_at: float | None = None  # time.monotonic()
 
-    def save(self, engine: DeepSpeedEngine, progress: dict[str, Any], config: dict[str, Any], identity: dict[str, Any]) -> int:
-        """Copies the state and begins to write it, after the end of a write under way. Returns the bytes copied on this rank."""
+    def save(
+        self, engine: DeepSpeedEngine, progress: dict[str, Any], config: dict[str, Any], identity: dict[str, Any]
+    ) -> tuple[float, int]:
+        """Copies the state and begins to write it, after the end of a write under way.
+
+        Returns:
+            the seconds that this took, and the bytes copied on this rank.
+        """
+        begin = time.perf_counter()
         self.wait()
         snapshot = take_snapshot(engine, progress, config, identity)
         self._retry_at = None
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint", daemon=True)
         self._thread.start()
-        return snapshot.bytes
+        return time.perf_counter() - begin, snapshot.bytes
 
     def save_last(self, engine: DeepSpeedEngine, progress: dict[str, Any], config: dict[str, Any], identity: dict[str, Any]) -> None:
         """Saves and waits until it is written, with several attempts.
