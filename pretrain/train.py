@@ -180,12 +180,14 @@ def train(
     def state() -> tuple[DeepSpeedEngine, dict[str, Any], dict[str, Any], dict[str, Any]]:
         return engine, progress.as_dict(), config.as_dict(), identity(config, sources)
 
-    with MetricsLog(config, topology.rank, progress.step, total_steps) as log:
+    keep = Keep(config.checkpoint.keep, config.checkpoint.keep_every_steps)
+    with (
+        MetricsLog(config, topology.rank, progress.step, total_steps) as log,
+        CheckpointSaver(config.run_dir / "checkpoints", keep, progress.step, log.say) as saver,
+    ):
         log.say(f"{'resumed from ' + str(checkpoint) if checkpoint else 'fresh start'}: step {progress.step} of {total_steps}")
         for line in about_run(config, sources, progress):
             log.say(line)
-        keep = Keep(config.checkpoint.keep, config.checkpoint.keep_every_steps)
-        saver = CheckpointSaver(config.run_dir / "checkpoints", keep, progress.step, log.say)
         if progress.step == 0:
             watchdog.at(0, "validation")
             log.validation(0, *validate(engine, config, sources, device), config.model.max_depth)
