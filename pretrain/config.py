@@ -30,12 +30,17 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     gradient_clip: float = 1.0  # of the global norm; 0 turns clipping off
+    # Of a loss that is not finite, or lies spike_threshold standard deviations above the mean of the last 128: `log` says so, `skip` also
+    # leaves the step out, on all ranks alike; null: spikes are not looked for, which saves an all-reduce a step
+    spike_policy: Literal["log", "skip"] | None = None
+    spike_threshold: float = 6.0
     precision: Literal["bf16", "fp32"] = "bf16"  # bf16 keeps fp32 master weights and accumulates gradients in fp32
 
     def __post_init__(self) -> None:
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"optim.{name}", getattr(self, name), "at least 0 and below 1")
         _require(self.eps > 0, "optim.eps", self.eps, "above 0")
+        _require(self.spike_threshold > 0, "optim.spike_threshold", self.spike_threshold, "above 0")
         for name in ("weight_decay", "gradient_clip"):
             _require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "at least 0")
         _require(self.global_batch_size >= 1, "optim.global_batch_size", self.global_batch_size, "at least 1")

@@ -12,7 +12,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.ops import __compatible_ops__
 from deepspeed.utils import set_z3_leaf_modules
-from torch import nn
+from torch import Tensor, nn
 
 from model.core import RecurrentCore
 from model.grt import GRT, PositionEmbedding
@@ -88,3 +88,9 @@ def release_after_evaluation(engine: DeepSpeedEngine) -> None:
     resident = engine.optimizer.persistent_parameters
     if resident:
         resident[0].all_gather(resident)
+
+
+def average_over_ranks(values: Tensor) -> Tensor:
+    """Over data-parallel ranks, and those that share a sequence; tensor-parallel ranks that do not have equal values."""
+    torch.distributed.all_reduce(values)
+    return values / torch.distributed.get_world_size()

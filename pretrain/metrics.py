@@ -158,6 +158,11 @@ class MetricsLog:
         row = {"batch_digest": f"{batch:016x}", "weights_digest": f"{weights:016x}"}
         self._write(step, row, f"digests: batch {batch:016x}  weights {weights:016x}")
 
+    def spike(self, step: int, loss: float, first_position: int, end_position: int) -> None:
+        """A row of a step whose loss stands out, with the positions [first, end) of its batch."""
+        row = {"spike_loss": loss, "spike_first_position": first_position, "spike_end_position": end_position}
+        self._write(step, row, f"SPIKE: loss {loss:.4f} at positions {first_position} to {end_position - 1}")
+
     def checkpoint(self, step: int, stall_seconds: float, copied_bytes: int) -> None:
         """A row of what it cost the loop to begin a checkpoint; it is written meanwhile."""
         values = {"checkpoint_stall_seconds": stall_seconds, "checkpoint_copied_bytes": copied_bytes}

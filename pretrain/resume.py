@@ -16,7 +16,7 @@ from pretrain.mixture import Phase, continued
 from pretrain.shards import Index
 from pretrain.sources import ONLY_SOURCE, configured_phases
 
-BEFORE = {"data.document_boundaries": "none"}  # what checkpoints that lack a setting were made with
+BEFORE = {"data.document_boundaries": "none", "optim.spike_threshold": 6.0}  # what checkpoints that lack a setting were made with
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Progress:
     position: int = 0  # sequences consumed
     tokens: int = 0
     mixture: Sequence[Phase] = ()  # of the stream that was read, and of what follows
+    last_losses: Sequence[float] = ()  # that the next is compared with, where spikes are looked for
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -18,13 +18,14 @@ from deepspeed import DeepSpeedEngine
 from pretrain.checkpoint import Keep, Snapshot, take_snapshot, write_snapshot
 from pretrain.checkpoint_reader import CheckpointError
 
-RETRY_SECONDS = 60.0  # between a write that failed and the next
-LAST_ATTEMPTS = 3  # where the run ends: nothing comes after that could be saved instead
+RETRY_SECONDS = 60.0  # between a write that failed and the next, with the state of then
+LAST_ATTEMPTS, LAST_PAUSE = 3, 5.0  # where the run ends: nothing comes after, and who sent a signal may not wait long
+EXIT_SECONDS = 600.0  # for a write under way, where the run ends with an error
 WRITE_TIMEOUT = timedelta(hours=1)  # for ranks that write more slowly than others
 
 
 class CheckpointSaver:
-    """Saves to `directory`, one checkpoint at a time. Made and used by every rank alike.
+    """Saves to `directory`, one checkpoint at a time. Made and used by every rank alike. At the end of its context a write under way ends.
 
     Attributes:
         saved_step: of the newest checkpoint that was written, or that the run was started from; 0 at a fresh start.
@@ -39,14 +40,28 @@ class CheckpointSaver:
         self._failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self._retry_at: float | None = None  # time.monotonic()
 
-    def save(self, engine: DeepSpeedEngine, progress: dict[str, Any], config: dict[str, Any], identity: dict[str, Any]) -> int:
-        """Copies the state and begins to write it, after the end of a write under way. Returns the bytes copied on this rank."""
+    def __enter__(self) -> "CheckpointSaver":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:  # other ranks may wait for this one's part
+            self._thread.join(EXIT_SECONDS)
+
+    def save(
+        self, engine: DeepSpeedEngine, progress: dict[str, Any], config: dict[str, Any], identity: dict[str, Any]
+    ) -> tuple[float, int]:
+        """Copies the state and begins to write it, after the end of a write under way.
+
+        Returns:
+            the seconds that this took, and the bytes copied on this rank.
+        """
+        begin = time.perf_counter()
         self.wait()
         snapshot = take_snapshot(engine, progress, config, identity)
         self._retry_at = None
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint", daemon=True)
         self._thread.start()
-        return snapshot.bytes
+        return time.perf_counter() - begin, snapshot.bytes
 
     def save_last(self, engine: DeepSpeedEngine, progress: dict[str, Any], config: dict[str, Any], identity: dict[str, Any]) -> None:
         """Saves and waits until it is written, with several attempts.
@@ -59,21 +74,24 @@ class CheckpointSaver:
             if self.saved_step == progress["step"]:
                 return
             if attempt > 1:
-                time.sleep(RETRY_SECONDS)
+                time.sleep(LAST_PAUSE)
             self.save(engine, progress, config, identity)
             self.wait()
-            self.warn_of_failures()
-        if self.saved_step != progress["step"]:
-            raise CheckpointError(f"step {progress['step']} is not saved after {LAST_ATTEMPTS} attempts; the run ends without it")
+            failure = self.warn_of_failures()
+        if failure is not None:
+            raise CheckpointError(f"{failure}; after {LAST_ATTEMPTS} attempts the run ends without step {progress['step']}")
 
-    def warn_of_failures(self) -> None:
-        """Says what went wrong with the writes that have ended since the last time."""
+    def warn_of_failures(self) -> str | None:
+        """Says what went wrong with the writes that have ended since the last time; returns what went wrong with the last one."""
+        failure = None
         while not self._failures.empty():
             error = self._failures.get()
             if not isinstance(error, CheckpointError):
                 raise error
-            self._warn(f"NOT SAVED: {error}. It is tried again in {RETRY_SECONDS:g} s.")
+            failure = str(error)
+            self._warn(f"NOT SAVED: {failure}. It is tried again soon.")
             self._retry_at = time.monotonic() + RETRY_SECONDS
+        return failure
 
     def wants_retry(self) -> bool:
         """Whether it is time to save again after a failure; ranks may see it at different times."""

@@ -37,7 +37,7 @@ from pretrain.config import RunConfig, parse_arguments
 from pretrain.data import Batch, train_batches, validation_batches
 from pretrain.digest import global_batch_digest, weights_digest
 from pretrain.ds_config import load_ds_config
-from pretrain.engine import build_engine, initialize_distributed
+from pretrain.engine import average_over_ranks, build_engine, initialize_distributed
 from pretrain.memory import settle
 from pretrain.metrics import MetricsLog, Speedometer
 from pretrain.resume import Progress, find_checkpoint, identity, stream_phases
@@ -45,6 +45,7 @@ from pretrain.saving import CheckpointSaver
 from pretrain.schedule import learning_rate
 from pretrain.shards import TOKENIZER_FOLDER, DatasetError, Index
 from pretrain.sources import open_sources, require_epochs, sequences_per_shard, shares
+from pretrain.spikes import SpikeDetector
 from pretrain.stopping import REQUEUE, Reason, StopRequest, agreed, parse_duration
 from pretrain.topology import Topology
 from pretrain.validation import validation_losses
@@ -131,12 +132,6 @@ def check_before_start(
     return config, ds_config, sources, checkpoint
 
 
-def about_gate_operators(config: RunConfig) -> str:
-    if config.compute.gate_ops == "fused":
-        return "gate operators: fused"
-    return "gate operators: plain PyTorch (compute.gate_ops is ref, or no fused ones load here: python -m model.ops.build)"
-
-
 def device_bytes(topology: Topology) -> int:
     """Memory that this rank may fill: its GPU's, or its share of the host's."""
     if torch.cuda.is_available():
@@ -164,6 +159,88 @@ def train(
 ) -> bool:
     """The whole run on this rank, or what is left of it. Returns whether it came to its end; it may have been asked to stop before."""
     device = initialize_distributed(topology, config.parallel.tensor_parallel)
+    engine, progress, checkpoint = start_engine(config, ds_config, sources, checkpoint)
+    total_steps = steps_to_end(config, progress)
+    if topology.rank == 0:
+        describe_run(config, ds_config, topology, sources)
+    batches = train_batches(
+        config.data,
+        sources,
+        progress.mixture,
+        seed=config.seed,
+        position=progress.position,
+        batch_size=config.batch_size,
+        micro_batch_size=config.parallel.micro_batch_size,
+        **data_parallel_place(),
+    )
+    control = torch.distributed.new_group(backend="gloo")  # apart from the GPUs', which a step need not wait for
+    watchdog = Watchdog(topology, config.run_dir / "hang", config.watchdog_seconds)
+    spikes = SpikeDetector(config.optim.spike_policy, config.optim.spike_threshold, progress.last_losses)
+
+    def state() -> tuple[DeepSpeedEngine, dict[str, Any], dict[str, Any], dict[str, Any]]:
+        return engine, progress.as_dict(), config.as_dict(), identity(config, sources)
+
+    keep = Keep(config.checkpoint.keep, config.checkpoint.keep_every_steps)
+    with (
+        MetricsLog(config, topology.rank, progress.step, total_steps) as log,
+        CheckpointSaver(config.run_dir / "checkpoints", keep, progress.step, log.say) as saver,
+    ):
+        log.say(f"{'resumed from ' + str(checkpoint) if checkpoint else 'fresh start'}: step {progress.step} of {total_steps}")
+        for line in about_run(config, sources, progress):
+            log.say(line)
+        if progress.step == 0:
+            watchdog.at(0, "validation")
+            log.validation(0, *validate(engine, config, sources, device), config.model.max_depth)
+        speed = Speedometer(config, topology.world_size)
+        reason = Reason.NONE
+        while progress.step < total_steps and reason is Reason.NONE:
+            watchdog.at(progress.step + 1, "reading its batch")
+            depth = sample_depth(config.model, config.seed, progress.step)
+            first_position, sequences = progress.position, config.batch_size(progress.position)
+            set_batch_size(engine, sequences)
+            with speed.waiting_for_data():
+                micro_batches = list(islice(batches, engine.gradient_accumulation_steps()))
+            progress = progress.after_step(config)
+            if is_due(progress.step, config.log.digest_every_steps, total_steps):
+                log.digests(progress.step, global_batch_digest(micro_batches, device), *weights_digest(engine))
+
+            watchdog.at(progress.step, "forward, backward and optimizer")
+            rate = learning_rate(config.schedule, progress.tokens)
+            due_log = is_due(progress.step, config.log.every_steps, total_steps)
+            weight = target_weight(micro_batches, device) if config.data.masks_loss else None
+            loss, core_statistics = train_step(engine, micro_batches, depth, rate, device, weight=weight, spikes=spikes, measure=due_log)
+            progress = replace(progress, last_losses=spikes.losses)
+            speed.step(depth, sequences)
+            log.advance(progress.step, skipped=not engine.was_step_applied())
+            reason, retry = agreed(stop.reason(), saver.wants_retry(), control)
+
+            if spikes.found is not None:
+                log.spike(progress.step, spikes.found, first_position, progress.position)
+            if due_log:
+                reduced = average_over_ranks(torch.cat((loss[None], core_statistics.flatten())))
+                norm = float(engine.get_global_grad_norm())
+                log.train_step(progress, float(reduced[0]), depth, rate, norm, speed.read(), reduced[1:].view(-1, 2))
+            with speed.paused():
+                if is_due(progress.step, config.eval.every_steps, total_steps):
+                    watchdog.at(progress.step, "validation")
+                    log.validation(progress.step, *validate(engine, config, sources, device), config.model.max_depth)
+                if retry or progress.step % config.checkpoint.every_steps == 0:
+                    watchdog.at(progress.step, "copy for a checkpoint")
+                    log.checkpoint(progress.step, *saver.save(*state()))
+            saver.warn_of_failures()
+        watchdog.stop()
+        saver.save_last(*state())
+        ended = progress.step == total_steps
+        if not ended:
+            log.say(f"stopped after step {progress.step} of {total_steps}, and saved: {reason.name}. The same command goes on from there.")
+        return ended
+
+
+def start_engine(
+    config: RunConfig, ds_config: dict[str, Any], sources: dict[str, Index], checkpoint: Path | None
+) -> tuple[DeepSpeedEngine, Progress, Path | None]:
+    """The engine with the weights to start from, how far the run has come, and the checkpoint that says so: `checkpoint`, or the one
+    before a damaged one."""
     require_same_run(config, ds_config, {name: index.fingerprint for name, index in sources.items()})
     initialize_model_parallel(config.parallel.tensor_parallel)
     candidates = [[] if checkpoint is None else [checkpoint, *earlier_checkpoints(checkpoint)]]
@@ -173,91 +250,24 @@ def train(
     if candidates[0]:
         checkpoint, saved = load_newest_whole(engine, candidates[0])
         progress = Progress(**saved)
-    progress = replace(progress, mixture=stream_phases(config, sources, checkpoint))
-    control = torch.distributed.new_group(backend="gloo")  # apart from the GPUs', which a step need not wait for
-    total_steps = steps_to_end(config, progress)
-    if topology.rank == 0:
-        describe_run(config, ds_config, topology, sources)
+    return engine, replace(progress, mixture=stream_phases(config, sources, checkpoint)), checkpoint
 
+
+def data_parallel_place() -> dict[str, int]:
     groups = ParallelGroups()
-    ranks = {"data_parallel_rank": groups.get_data_parallel_rank(), "data_parallel_size": groups.get_data_parallel_world_size()}
-    batches = train_batches(
-        config.data,
-        sources,
-        progress.mixture,
-        seed=config.seed,
-        position=progress.position,
-        batch_size=config.batch_size,
-        micro_batch_size=config.parallel.micro_batch_size,
-        **ranks,
-    )
+    return {"data_parallel_rank": groups.get_data_parallel_rank(), "data_parallel_size": groups.get_data_parallel_world_size()}
 
-    def validate(log: MetricsLog) -> None:
-        held_out = {
-            name: validation_batches(
-                config.data, index, micro_batch_size=config.parallel.micro_batch_size, max_sequences=config.eval.max_sequences, **ranks
-            )
-            for name, index in sources.items()
-        }
-        losses, by_source = validation_losses(engine, held_out, config.evaluation_depths, device)
-        log.validation(progress.step, losses, by_source, config.model.max_depth)
 
-    def state() -> tuple[DeepSpeedEngine, dict[str, Any], dict[str, Any], dict[str, Any]]:
-        return engine, progress.as_dict(), config.as_dict(), identity(config, sources)
-
-    with MetricsLog(config, topology.rank, progress.step, total_steps) as log:
-        if config.model.core_blocks:
-            log.say(about_gate_operators(config))
-        log.say(f"{'resumed from ' + str(checkpoint) if checkpoint else 'fresh start'}: step {progress.step} of {total_steps}")
-        for line in about_mixture(config, sources, progress):
-            log.say(line)
-        watchdog = Watchdog(topology, config.run_dir / "hang", config.watchdog_seconds)
-        if progress.step == 0:
-            watchdog.at(0, "validation")
-            validate(log)
-        speed = Speedometer(config, topology.world_size)
-        keep = Keep(config.checkpoint.keep, config.checkpoint.keep_every_steps)
-        saver = CheckpointSaver(config.run_dir / "checkpoints", keep, progress.step, log.say)
-        reason = Reason.NONE
-        while progress.step < total_steps and reason is Reason.NONE:
-            watchdog.at(progress.step + 1, "reading its batch")
-            depth = sample_depth(config.model, config.seed, progress.step)
-            sequences = config.batch_size(progress.position)
-            set_batch_size(engine, sequences)
-            with speed.waiting_for_data():
-                micro_batches = list(islice(batches, engine.gradient_accumulation_steps()))
-            if is_due(progress.step + 1, config.log.digest_every_steps, total_steps):
-                log.digests(progress.step + 1, global_batch_digest(micro_batches, device), *weights_digest(engine))
-            watchdog.at(progress.step + 1, "forward, backward and optimizer")
-            progress = progress.after_step(config)
-            rate = learning_rate(config.schedule, progress.tokens)
-            due_log = is_due(progress.step, config.log.every_steps, total_steps)
-            weight = target_weight(micro_batches, device) if config.data.masks_loss else None
-            loss, core_statistics = train_step(engine, micro_batches, depth, rate, device, weight=weight, measure=due_log)
-            speed.step(depth, sequences)
-            log.advance(progress.step, skipped=not engine.was_step_applied())
-            reason, retry = agreed(stop.reason(), saver.wants_retry(), control)
-
-            if due_log:
-                reduced = average_over_ranks(torch.cat((loss[None], core_statistics.flatten())))
-                norm = float(engine.get_global_grad_norm())
-                log.train_step(progress, float(reduced[0]), depth, rate, norm, speed.read(), reduced[1:].view(-1, 2))
-            with speed.paused():
-                if is_due(progress.step, config.eval.every_steps, total_steps):
-                    watchdog.at(progress.step, "validation")
-                    validate(log)
-                if retry or progress.step % config.checkpoint.every_steps == 0:
-                    watchdog.at(progress.step, "copy for a checkpoint")
-                    start = time.perf_counter()
-                    copied = saver.save(*state())
-                    log.checkpoint(progress.step, time.perf_counter() - start, copied)
-            saver.warn_of_failures()
-        watchdog.stop()
-        saver.save_last(*state())
-        ended = progress.step == total_steps
-        if not ended:
-            log.say(f"stopped after step {progress.step} of {total_steps}, and saved: {reason.name}. The same command goes on from there.")
-        return ended
+def validate(
+    engine: DeepSpeedEngine, config: RunConfig, sources: dict[str, Index], device: torch.device
+) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
+    """Losses by depth, over all sources and for each of several."""
+    micro_batch_size, most = config.parallel.micro_batch_size, config.eval.max_sequences
+    held_out = {
+        name: validation_batches(config.data, index, micro_batch_size=micro_batch_size, max_sequences=most, **data_parallel_place())
+        for name, index in sources.items()
+    }
+    return validation_losses(engine, held_out, config.evaluation_depths, device)
 
 
 def steps_to_end(config: RunConfig, progress: Progress) -> int:
@@ -282,12 +292,14 @@ def train_step(
     device: torch.device,
     *,
     weight: Tensor | None = None,
+    spikes: SpikeDetector | None = None,
     measure: bool,
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step over this rank's micro-batches.
 
     Args:
         weight: from `target_weight`; None where every target counts, and so equally.
+        spikes: judges the loss before the optimizer's step, which may be left out then.
         measure: whether to take the core's statistics.
 
     Returns:
@@ -309,9 +321,11 @@ def train_step(
             measure=measure,
         )
         engine.backward(loss)
-        engine.step()
         losses.append(loss.detach())
         core_statistics.append(measured)
+        if spikes is not None and len(losses) == len(batches) and spikes.refuses(torch.stack(losses).mean()):
+            engine.optimizer.grad_partitions_flat_buffer[0] = float("inf")  # DeepSpeed leaves a step out whose gradients are not finite
+        engine.step()
     return torch.stack(losses).mean(), torch.stack(core_statistics).mean(0)
 
 
@@ -327,19 +341,17 @@ def is_due(step: int, every: int, last: int) -> bool:
     return step % every == 0 or step == last
 
 
-def average_over_ranks(values: Tensor) -> Tensor:
-    """Over data-parallel ranks, and those that share a sequence; tensor-parallel ranks that do not have equal values."""
-    torch.distributed.all_reduce(values)
-    return values / torch.distributed.get_world_size()
-
-
-def about_mixture(config: RunConfig, sources: dict[str, Index], progress: Progress) -> list[str]:
-    """What the rest of the run reads of each source, if there are several."""
-    if len(sources) == 1:
-        return []
-    end = max(progress.position, config.schedule.total_tokens // config.data.sequence_length)
-    found = shares(config.data, sources, progress.mixture, progress.position, end)
-    return [f"source {name}: {share.share:.1%} of the sequences to come, {share.epochs:.2f} epochs" for name, share in found.items()]
+def about_run(config: RunConfig, sources: dict[str, Index], progress: Progress) -> list[str]:
+    """Lines for the log: the gate's operators, and what the rest of the run reads of each of several sources."""
+    lines = []
+    if config.model.core_blocks:
+        plain = "plain PyTorch (compute.gate_ops is ref, or no fused ones load here: python -m model.ops.build)"
+        lines.append(f"gate operators: {'fused' if config.compute.gate_ops == 'fused' else plain}")
+    if len(sources) > 1:
+        end = max(progress.position, config.schedule.total_tokens // config.data.sequence_length)
+        found = shares(config.data, sources, progress.mixture, progress.position, end, config.seed)
+        lines += [f"source {name}: {share.share:.1%} of the sequences to come, {share.epochs:.2f} epochs" for name, share in found.items()]
+    return lines
 
 
 def describe_run(config: RunConfig, ds_config: dict[str, Any], topology: Topology, sources: dict[str, Index]) -> None:

@@ -15,11 +15,11 @@ from model.parallel import ParallelGroups, initialize_model_parallel
 from pretrain.config import CheckpointConfig, OptimConfig, ParallelConfig, RunConfig
 from pretrain.data import train_batches
 from pretrain.ds_config import load_ds_config
-from pretrain.engine import build_engine, initialize_distributed
+from pretrain.engine import average_over_ranks, build_engine, initialize_distributed
 from pretrain.schedule import ScheduleConfig, learning_rate
 from pretrain.sources import DataConfig, configured_phases, open_sources
 from pretrain.topology import Topology
-from pretrain.train import average_over_ranks, train_step
+from pretrain.train import train_step
 from tests.ranks import REPOSITORY
 
 MODEL = GRTConfig(vocab_size=512, hidden_size=64, num_heads=4, core_blocks=2, max_depth=4, max_positions=32)

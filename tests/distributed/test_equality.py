@@ -23,9 +23,9 @@ from model.grt import GRT
 from model.parallel import ParallelGroups, layer_config
 from pretrain.config import RunConfig
 from pretrain.data import Batch
-from pretrain.engine import parameter_groups
+from pretrain.engine import average_over_ranks, parameter_groups
 from pretrain.schedule import learning_rate
-from pretrain.train import average_over_ranks, train_step
+from pretrain.train import train_step
 from tests.distributed.runs import small_run, start
 from tests.ranks import run_ranks
 

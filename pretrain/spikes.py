@@ -1,0 +1,51 @@
+"""Losses that stand out: a batch of bad data, or a step that went wrong somewhere.
+
+A loss is a spike if it is not finite, or lies further above the mean of the last ones than so many of their standard deviations. It is
+judged after the backward pass, before the optimizer's step, by all ranks alike.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import Literal
+
+from torch import Tensor
+
+from pretrain.engine import average_over_ranks
+
+WINDOW, LEAST = 128, 32  # losses that are compared with: the last 128, and none before there are 32
+
+
+class SpikeDetector:
+    """Judges the loss of one step after the other.
+
+    Args:
+        policy: what a spike leads to; None: nothing is judged.
+        threshold: standard deviations.
+        losses: the last ones before, if the run was resumed.
+
+    Attributes:
+        found: the loss of the step judged last, if it is a spike.
+    """
+
+    def __init__(self, policy: Literal["log", "skip"] | None, threshold: float, losses: Sequence[float] = ()) -> None:
+        self.found: float | None = None
+        self.losses = list(losses)[-WINDOW:]
+        self._policy, self._threshold = policy, threshold
+
+    def refuses(self, rank_loss: Tensor) -> bool:
+        """Whether to leave out the step with this loss, a scalar that is averaged over the ranks here."""
+        if self._policy is None:
+            return False
+        loss = float(average_over_ranks(rank_loss.clone()))
+        self.found = loss if self.is_spike(loss) else None
+        return self.found is not None and self._policy == "skip"
+
+    def is_spike(self, loss: float) -> bool:
+        """Judges a step's mean loss; one that is no spike is remembered."""
+        if not math.isfinite(loss):
+            return True
+        if len(self.losses) >= LEAST and loss > fmean(self.losses) + self._threshold * pstdev(self.losses):
+            return True
+        self.losses = [*self.losses, loss][-WINDOW:]
+        return False

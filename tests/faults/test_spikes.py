@@ -1,0 +1,96 @@
+"""Losses that stand out are found, and their steps left out on all ranks alike."""
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pretrain.data import train_batches
+from pretrain.sources import configured_phases, open_sources
+from pretrain.spikes import LEAST, WINDOW, SpikeDetector
+from pretrain.train import train_step
+from tests.distributed.launching import launcher, run, write_run
+from tests.distributed.runs import small_run, start
+from tests.ranks import run_ranks
+
+
+def fed(losses: list[float], threshold: float = 6.0) -> tuple[SpikeDetector, list[float]]:
+    """A detector that has seen `losses`, and those that it called spikes."""
+    detector = SpikeDetector("log", threshold)
+    return detector, [loss for loss in losses if detector.is_spike(loss)]
+
+
+def wave(count: int) -> list[float]:
+    return [3 + 0.1 * (-1) ** number for number in range(count)]  # mean 3, standard deviation 0.1
+
+
+def test_a_loss_far_above_the_last_ones_is_a_spike_and_not_remembered() -> None:
+    detector, spikes = fed([*wave(LEAST), 3.59, *wave(LEAST), 9.0, *wave(4), float("nan"), float("inf")])
+    assert [str(spike) for spike in spikes] == ["9.0", "nan", "inf"]
+    assert 9.0 not in detector.losses and len(detector.losses) == 2 * LEAST + 5
+
+
+def test_nothing_finite_is_a_spike_before_there_is_something_to_compare_with() -> None:
+    assert fed([*wave(LEAST - 1), 1000.0])[1] == []
+    assert fed([*wave(LEAST), 1000.0])[1] == [1000.0]
+
+
+def test_a_falling_loss_and_a_low_one_are_none() -> None:
+    assert fed([10 - 0.02 * number for number in range(400)] + [0.0])[1] == []
+
+
+def test_a_resumed_detector_judges_as_the_first() -> None:
+    detector, _ = fed(wave(500))
+    assert len(detector.losses) == WINDOW
+    assert [SpikeDetector("log", 6.0, detector.losses).is_spike(loss) for loss in (3.5, 3.7, 4.2)] == [False, True, True]
+
+
+class Verdict(SpikeDetector):
+    """The answer is known before."""
+
+    def __init__(self, answer: bool) -> None:
+        super().__init__("skip", 6.0)
+        self.answer = answer
+
+    def refuses(self, rank_loss: Tensor) -> bool:
+        return self.answer
+
+
+def changes(dataset: Path) -> list[tuple[bool, bool]]:
+    """In a rank, for a good, a refused and a good step: whether DeepSpeed applied it, and whether this rank's weights changed."""
+    config = small_run(dataset)
+    engine = start(config)
+    sources = open_sources(config.data)
+    ranks = {"data_parallel_rank": torch.distributed.get_rank(), "data_parallel_size": 2, "micro_batch_size": 2}
+    phases = configured_phases(config.data, sources)
+    stream = train_batches(config.data, sources, phases, seed=1, position=0, batch_size=config.batch_size, **ranks)
+    found = []
+    for refused in (False, True, False):
+        batches = list(islice(stream, engine.gradient_accumulation_steps()))
+        before = [group.clone() for group in engine.optimizer.fp32_partitioned_groups_flat]
+        train_step(engine, batches, 2, 1e-3, torch.device("cpu"), spikes=Verdict(refused), measure=False)
+        after = engine.optimizer.fp32_partitioned_groups_flat
+        found.append((engine.was_step_applied(), any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))))
+    return found
+
+
+def test_a_refused_step_changes_no_weight_and_the_next_one_does(dataset: Path) -> None:
+    assert run_ranks(changes, 2, dataset) == [[(True, True), (False, False), (True, True)]] * 2
+
+
+def test_a_run_leaves_out_the_steps_of_spikes_and_records_their_positions(dataset: Path, tmp_path: Path) -> None:
+    """With a threshold that ordinary losses pass, where they do not fall."""
+    command = [*write_run(tmp_path, dataset), "--schedule.total_tokens", str(48 * 4 * 32), "--eval.every_steps", "100"]
+    command += ["--schedule.learning_rate", "1e-9", "--schedule.min_learning_rate", "0"]
+    ended = run(launcher("plain", 1), [*command, "--optim.spike_policy", "skip", "--optim.spike_threshold", "0.5"])
+    ended.check_succeeded()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    spikes = [row for row in rows if "spike_loss" in row]
+    assert spikes
+    for row in spikes:
+        assert row["step"] > LEAST
+        assert (row["spike_first_position"], row["spike_end_position"]) == (4 * (row["step"] - 1), 4 * row["step"])
+        assert f"step {row['step']}/48  SKIPPED" in ended.output
+    assert ended.output.count("SKIPPED") == len(spikes) == sum(row.get("skipped_steps", 0) for row in rows)
