@@ -28,7 +28,8 @@ def require_same_run(config: RunConfig, ds_config: dict[str, Any], fingerprints:
     """
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     datasets = {f"the fingerprint of the dataset {name}": fingerprint for name, fingerprint in fingerprints.items()}
-    torch.distributed.all_gather_object(everyone, _settings(config, ds_config) | datasets)
+    versions = {f"the version of {name}": version(name) for name in PACKAGES}
+    torch.distributed.all_gather_object(everyone, settings(config, ds_config) | versions | datasets)
     first = everyone[0]
     for rank, other in enumerate(everyone):
         for name in first | other:  # in order: settings before what follows from them
@@ -44,13 +45,12 @@ def require_same_run(config: RunConfig, ds_config: dict[str, Any], fingerprints:
                 )
 
 
-def _settings(config: RunConfig, ds_config: dict[str, Any]) -> dict[str, Any]:
-    """Everything that must agree, by dotted name."""
+def settings(config: RunConfig, ds_config: dict[str, Any]) -> dict[str, Any]:
+    """All settings of a run, by dotted name, and the depths that it samples first."""
     depths = [sample_depth(config.model, config.seed, step) for step in range(COMPARED_DEPTHS)]
-    versions = {f"the version of {name}": version(name) for name in PACKAGES}
-    settings = _flat("", config.as_dict()) | _flat("ds_config.", ds_config)
+    flat = _flat("", config.as_dict()) | _flat("ds_config.", ds_config)
     first = {"compute.gate_ops": config.compute.gate_ops}  # it decides what is planned, and so other settings
-    return first | settings | versions | {f"depth of the first {COMPARED_DEPTHS} steps": depths}
+    return first | flat | {f"depth of the first {COMPARED_DEPTHS} steps": depths}
 
 
 def _flat(prefix: str, tree: dict[str, Any]) -> dict[str, Any]:
