@@ -88,10 +88,10 @@ def _read_shared(path: Path, first: bytes, second: bytes, store: dist.Store, ran
 def judge_shared(facts: Facts) -> list[Finding]:
     problems = {}
     for place, fact in facts.items():
-        if not fact["seen"]:
-            problems[place] = f"a file that rank 0 wrote in {fact['directory']} was not seen within {SEEN_SECONDS} s"
-        elif fact["torn"]:
+        if fact["torn"]:
             problems[place] = f"{fact['directory']}: while rank 0 renamed a file over another, this was read: {fact['torn']}"
+        elif not fact["seen"]:
+            problems[place] = f"a file that rank 0 wrote in {fact['directory']} was not seen within {SEEN_SECONDS} s"
         elif not fact["renamed"]:
             problems[place] = f"{fact['directory']}: a file that was renamed over another was not seen within {SEEN_SECONDS} s"
     remedy = "Put run_dir on a file system that all nodes mount: --run_dir DIR. If it is, look at its mount options (NFS: actimeo, noac)."

@@ -57,10 +57,6 @@ class Failure(NamedTuple):
     problem: str
 
 
-class UnreachableError(RuntimeError):
-    """This rank cannot join the others."""
-
-
 def main(arguments: list[str] | None = None, arrival_seconds: float = ARRIVAL_SECONDS) -> int:
     """The exit code. Threads may be left behind: end with os._exit."""
     start = time.monotonic()
@@ -76,18 +72,14 @@ def main(arguments: list[str] | None = None, arrival_seconds: float = ARRIVAL_SE
     except (ValueError, OSError) as error:
         job.config_error = str(error)
     end_after(arrival_seconds + together_seconds(topology.world_size) + 2 * CHECK_SECONDS + 4 * REPORT_SECONDS, place)
-    alone = {place: gather_alone(job)}
+    facts = gather_alone(job)
     try:
         job.store = join(topology, arrival_seconds)
-        if topology.rank == 0:
-            return lead(job, alone[place], arrival_seconds, start)
-        return follow(job, alone[place], arrival_seconds)
-    except UnreachableError as error:
-        unreachable = [Finding(Level.FAILURE, str(place), str(error))]
-        found = {"meeting": unreachable} | (judge(alone) if topology.rank == 0 else {})
-    except dist.DistError as error:  # rank 0 stopped answering, or ended
-        found = {"meeting": [Finding(Level.FAILURE, str(place), f"rank 0 at {topology.master_addr} no longer answers ({error})")]}
-    return report(found, [place], time.monotonic() - start)
+        return lead(job, facts, arrival_seconds, start) if topology.rank == 0 else follow(job, facts, arrival_seconds)
+    except RuntimeError as error:
+        problem = f"rank 0 at {topology.master_addr} no longer answers ({error})" if isinstance(error, dist.DistError) else str(error)
+        found = {"meeting": [Finding(Level.FAILURE, str(place), problem)]} | (judge({place: facts}) if topology.rank == 0 else {})
+        return report(found, [place], time.monotonic() - start)
 
 
 # ---- the ranks ----
@@ -97,19 +89,17 @@ def join(topology: Topology, seconds: float) -> dist.Store:
     """The store of the job. torchrun's agent holds it already; otherwise rank 0 does.
 
     Raises:
-        UnreachableError: the port is taken, or rank 0 does not answer.
+        RuntimeError: the port is taken, or rank 0 does not answer.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         topology.check_port_free()
         return connect(topology, seconds, serve=topology.rank == 0 and not agent)
     except dist.DistError as error:
-        raise UnreachableError(
+        raise RuntimeError(
             f"rank 0 cannot be reached at {topology.master_addr}, port {topology.master_port}, in {seconds:.0f} s ({error}). Did it start? "
             f"Can this node resolve and reach that name (getent hosts {topology.master_addr})? Else set MASTER_ADDR."
         ) from error
-    except RuntimeError as error:
-        raise UnreachableError(str(error)) from error
 
 
 def connect(topology: Topology, seconds: float, serve: bool = False) -> dist.Store:
@@ -129,26 +119,25 @@ def take(store: dist.Store, key: str) -> Any:
     return pickle.loads(bytes.fromhex(store.get(key).decode()))
 
 
-def lead(job: Job, alone: dict[str, Any], arrival_seconds: float, start: float) -> int:
+def lead(job: Job, facts: dict[str, Any], arrival_seconds: float, start: float) -> int:
     """Rank 0: waits for the others, lets them go on, judges and reports."""
     store, world_size = job.store, job.topology.world_size
     put(store, "arrived/0", job.place)
-    arrived, absent = collect(store, "arrived", range(world_size), arrival_seconds)
-    places = {rank: place for rank, place in arrived.items()}
-    found = {"arrival": [not_arrived(rank, places, job.topology, arrival_seconds) for rank in absent]}
-    put(store, "alone/0", alone)
-    facts, silent = collect(store, "alone", places, CHECK_SECONDS + REPORT_SECONDS)
+    places, absent = collect(store, "arrived", range(world_size), arrival_seconds)
+    late = {expected_place(rank, places, job.topology): f"has not arrived {arrival_seconds:.0f} s after rank 0" for rank in absent}
+    found = {"arrival": by_problem(Level.FAILURE, "Look for an earlier error in its log; else exclude the node (srun --exclude).", late)}
+    put(store, "alone/0", facts)
+    everyones, silent = collect(store, "alone", places, CHECK_SECONDS + REPORT_SECONDS)
     if not absent and not silent:
         job.places = list(places.values())
         put(store, "go", job.places)
         put(store, "together/0", gather_together(job))
         more, silent = collect(store, "together", places, together_seconds(world_size) + REPORT_SECONDS)
-        facts = {rank: fact | more.get(rank, {}) for rank, fact in facts.items()}
+        everyones = {rank: first | more.get(rank, {}) for rank, first in everyones.items()}
     if silent:
-        stopped = where([places[rank] for rank in silent])
-        remedy = "Look at the process there (py-spy dump, /proc/PID/wchan), or take the node out of the job: srun --exclude."
-        found["answers"] = [Finding(Level.FAILURE, stopped, "arrived, but then stopped answering", remedy)]
-    found |= judge({places[rank]: fact for rank, fact in facts.items()})
+        remedy = "Look at the process there (py-spy dump, /proc/PID/wchan), or exclude the node (srun --exclude)."
+        found["answers"] = by_problem(Level.FAILURE, remedy, {places[rank]: "arrived, but then stopped answering" for rank in silent})
+    found |= judge({places[rank]: of_rank for rank, of_rank in everyones.items()})
     code = report(found, list(places.values()), time.monotonic() - start)
     put(store, "go", [])
     put(store, "code", code)
@@ -157,11 +146,11 @@ def lead(job: Job, alone: dict[str, Any], arrival_seconds: float, start: float) 
     return code
 
 
-def follow(job: Job, alone: dict[str, Any], arrival_seconds: float) -> int:
+def follow(job: Job, facts: dict[str, Any], arrival_seconds: float) -> int:
     """The other ranks. What rank 0 waits for, they wait for a little longer."""
     store, rank = job.store, job.topology.rank
     put(store, f"arrived/{rank}", job.place)
-    put(store, f"alone/{rank}", alone)
+    put(store, f"alone/{rank}", facts)
     store.wait(["go"], timedelta(seconds=arrival_seconds + CHECK_SECONDS + 3 * REPORT_SECONDS))
     job.places = take(store, "go")
     if job.places:
@@ -186,13 +175,11 @@ def collect(store: dist.Store, kind: str, ranks: Sequence[int] | Mapping[int, An
     return there, [rank for rank in ranks if rank not in there]
 
 
-def not_arrived(rank: int, places: dict[int, Place], topology: Topology, seconds: float) -> Finding:
-    """Its node is that of the ranks that were started with it, or what Slurm says."""
+def expected_place(rank: int, places: Mapping[int, Place], topology: Topology) -> Place:
+    """Of a rank that has not arrived. Its node is that of the ranks that were started with it, or what Slurm says."""
     size = topology.local_world_size
     nodes = [place.node for place in places.values() if place.rank // size == rank // size]
-    node = nodes[0] if nodes else slurm_node(rank, os.environ) or f"node number {rank // size + 1}"
-    remedy = "Look at the log of that node for an error before this one; without any, take it out of the job: srun --exclude."
-    return Finding(Level.FAILURE, f"rank {rank} on {node}", f"has not arrived {seconds:.0f} s after rank 0", remedy)
+    return Place(rank, rank % size, nodes[0] if nodes else slurm_node(rank, os.environ) or f"node number {rank // size + 1}")
 
 
 def slurm_node(rank: int, environ: Mapping[str, str]) -> str | None:
@@ -258,8 +245,8 @@ def gather(job: Job, chosen: Sequence[Check], seconds: float) -> dict[str, Any]:
             facts[check.name] = NotApplicableError
         except Exception as error:
             known = isinstance(error, (ValueError, OSError, RuntimeError, DatasetError))
-            text = str(error) if known else f"{type(error).__name__}: {error}"
-            facts[check.name] = Failure(f"{text.splitlines()[0] if text else type(error).__name__} {stage(job)}".strip())
+            text = str(error).partition("\n")[0] if known else repr(error)
+            facts[check.name] = Failure(f"{text}{stage(job)}")
 
     threads = {check.name: threading.Thread(target=run, args=(check,), daemon=True) for check in chosen}
     for thread in threads.values():
@@ -268,12 +255,12 @@ def gather(job: Job, chosen: Sequence[Check], seconds: float) -> dict[str, Any]:
     for name, thread in threads.items():
         thread.join(max(deadline - time.monotonic(), 0))
         if thread.is_alive():
-            facts[name] = Failure(f"no answer in {seconds:.0f} s; a file system or device of the node may hang {stage(job)}".strip())
+            facts[name] = Failure(f"no answer in {seconds:.0f} s; a file system or device of the node may hang{stage(job)}")
     return {name: fact for name, fact in facts.items() if fact is not NotApplicableError}
 
 
 def stage(job: Job) -> str:
-    return f"(at: {job.stage})" if job.stage else ""
+    return f" (at: {job.stage})" if job.stage else ""
 
 
 # ---- the verdict ----
