@@ -37,6 +37,7 @@ SOURCES = (".py", ".cpp", ".cu", ".h")
 RELEASES = ("torch", "deepspeed", "megatron-core", "numpy", "webdataset", "sentencepiece", "jsonargparse", "fsspec")
 BYTES_A_PARAMETER = 12  # of a checkpoint: fp32 master and two moments
 FILES_A_RANK = 32  # NCCL's bootstrap fails with 1,024 open files at 32 ranks
+CARD_SECONDS = 20  # for nvidia-smi, which takes some without its persistence daemon
 STALE_SECONDS = 600  # of an extension's lock
 SHOWN = 5  # findings of one check
 GIB = 2**30
@@ -223,7 +224,7 @@ def _nvidia_smi(query: str) -> list[list[str]]:
     chosen = ["-i", visible] if visible and "MIG" not in visible else []
     command = ["nvidia-smi", query, "--format=csv,noheader", *chosen]
     try:
-        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=CARD_SECONDS)
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
         said = " ".join((error.stdout or "").split()) if isinstance(error.stdout, str) else ""
         raise RuntimeError(f"`{' '.join(command)}` fails or hangs ({said or error}). Drain the node, and restart its driver.") from error

@@ -21,6 +21,7 @@ from launchers.checks import Facts, Finding, Job, Level, NotApplicableError, Pla
 
 SEEN_SECONDS = 10  # within which a file must be seen by all ranks
 CLOCK_WARNING, CLOCK_FAILURE = 1.0, 60.0  # seconds; logs become hard to compare; credentials (munge, Kerberos) begin to be refused
+CLOCK_TURNS = 3  # the quickest counts
 EXCHANGED_BYTES = 4 * 2**20
 EXCHANGES = 4  # the fastest counts; the first connects
 SLOW = 3  # a link is slow at less than 1/SLOW of the median of its kind, within a node or between nodes
@@ -74,14 +75,18 @@ def _read_shared(path: Path, first: bytes, second: bytes, store: dist.Store, ran
             store.set(f"seen/{rank}", "")
         elif content == second:
             fact["renamed"] = True
-        elif content not in (b"", first):
-            fact["torn"] = f"a mixture of both, of {len(content)} bytes"
+        elif fact["seen"] and content not in (b"", first):
+            fact["torn"] = f"neither of them, {len(content)} bytes"
         time.sleep(0.02)
-    if fact["seen"]:
-        own = path.with_suffix(f".rank{rank}")
-        own.write_bytes(first)  # raises where this rank may not write
-        own.unlink()
-    store.set(f"done/{rank}", "")
+    try:
+        if fact["seen"]:
+            own = path.with_suffix(f".rank{rank}")
+            own.write_bytes(first)
+            own.unlink()
+    except OSError as error:
+        raise ValueError(f"run_dir is seen, but cannot be written ({error}). Look at how this node mounts it.") from error
+    finally:
+        store.set(f"done/{rank}", "")
     return fact
 
 
@@ -101,27 +106,27 @@ def judge_shared(facts: Facts) -> list[Finding]:
 # ---- between the nodes ----
 
 
-def gather_clock(job: Job) -> tuple[float, float] | None:
+def gather_clock(job: Job) -> tuple[float, float]:
     """How many seconds this node's clock is ahead of rank 0's, and how wrong that may be: half a round trip. On a node's first rank."""
-    store, limit = dist.PrefixStore("clock", job.store), timedelta(seconds=5)
-    answers: list[tuple[float, float]] = []
-    for place in job.places[1:]:
-        for turn in range(3) if place.local_rank == 0 and job.place in (place, job.places[0]) else ():
-            key = f"{place.rank}/{turn}"
-            if job.place.rank == 0:
-                store.set(f"{key}/turn", "")
-                store.wait([f"{key}/asked"], limit)
-                store.set(f"{key}/time", repr(time.time()))
-                continue
-            store.wait([f"{key}/turn"], limit + timedelta(seconds=len(job.places) / 20))
-            before = time.time()
-            store.set(f"{key}/asked", "")
-            store.wait([f"{key}/time"], limit)
-            of_first = float(store.get(f"{key}/time"))
-            after = time.time()
-            answers.append(((after - before) / 2, (before + after) / 2 - of_first))
-    if not answers:
+    store, firsts = dist.PrefixStore("clock", job.store), [place for place in job.places[1:] if place.local_rank == 0]
+    if job.place.rank == 0:
+        for place in firsts:
+            with suppress(dist.DistStoreError):  # it is told that it does not answer
+                for turn in map(str, range(CLOCK_TURNS)):
+                    store.set(f"{place.rank}/{turn}/turn", "")
+                    store.wait([f"{place.rank}/{turn}/asked"], timedelta(seconds=5))
+                    store.set(f"{place.rank}/{turn}/time", repr(time.time()))
+    if job.place not in firsts:
         raise NotApplicableError
+    answers: list[tuple[float, float]] = []
+    for turn in map(str, range(CLOCK_TURNS)):
+        key = f"{job.place.rank}/{turn}"
+        store.wait([f"{key}/turn"], timedelta(seconds=20 + len(firsts) / 20))
+        before = time.time()
+        store.set(f"{key}/asked", "")
+        store.wait([f"{key}/time"], timedelta(seconds=5))
+        of_first, after = float(store.get(f"{key}/time")), time.time()
+        answers.append(((after - before) / 2, (before + after) / 2 - of_first))
     error, ahead = min(answers)
     return ahead, error
 
@@ -167,7 +172,10 @@ def gather_links(job: Job) -> dict[Place, float]:
     rates: dict[Place, float] = {}
     for peers in [*rounds(world_size)] * 2:  # a passing disturbance is over the second time
         job.stage = "waits for other pairs"
-        dist.all_reduce(torch.zeros(1, device=device))
+        try:
+            dist.all_reduce(torch.zeros(1, device=device))
+        except RuntimeError as error:  # the same words on all of these ranks, so that they are told in one line
+            raise RuntimeError("the exchange of another pair failed or hung") from error
         peer = job.places[peers[rank]]
         if peer.rank == rank:
             continue

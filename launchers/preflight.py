@@ -46,7 +46,7 @@ CHECKS = (
 )
 ARRIVAL_SECONDS = 60.0
 CHECK_SECONDS = 30.0
-REPORT_SECONDS = 30.0  # what rank 0 may take to compare and print
+REPORT_SECONDS = 15.0  # what ranks may lag behind one another, and what rank 0 may take to compare and print
 UNFIT = 2
 MARKS = {Level.NOTE: "ok", Level.WARNING: "WARN", Level.FAILURE: "FAIL"}
 
@@ -94,7 +94,7 @@ def join(topology: Topology, seconds: float) -> dist.Store:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         topology.check_port_free()
-        return connect(topology, seconds, serve=topology.rank == 0 and not agent)
+        return connect(topology, seconds / 2, serve=topology.rank == 0 and not agent)
     except dist.DistError as error:
         raise RuntimeError(
             f"rank 0 cannot be reached at {topology.master_addr}, port {topology.master_port}, in {seconds:.0f} s ({error}). Did it start? "
@@ -131,8 +131,9 @@ def lead(job: Job, facts: dict[str, Any], arrival_seconds: float, start: float) 
     if not absent and not silent:
         job.places = list(places.values())
         put(store, "go", job.places)
+        limit = time.monotonic() + together_seconds(world_size) + REPORT_SECONDS
         put(store, "together/0", gather_together(job))
-        more, silent = collect(store, "together", places, together_seconds(world_size) + REPORT_SECONDS)
+        more, silent = collect(store, "together", places, limit - time.monotonic())
         everyones = {rank: first | more.get(rank, {}) for rank, first in everyones.items()}
     if silent:
         remedy = "Look at the process there (py-spy dump, /proc/PID/wchan), or exclude the node (srun --exclude)."
@@ -291,7 +292,10 @@ def report(found: Mapping[str, Sequence[Finding]], places: Sequence[Place], seco
     failures, warnings = (
         sum(one.level == level for of_check in found.values() for one in of_check) for level in (Level.FAILURE, Level.WARNING)
     )
-    print(f"{'not fit' if failures else 'fit'} to start; failures: {failures}, warnings: {warnings} ({seconds:.1f} s)", flush=True)
+    print(
+        f"{'not fit' if failures else 'fit'} to start; failures: {failures}, warnings: {warnings} (the checks took {seconds:.1f} s)",
+        flush=True,
+    )
     return UNFIT if failures else 0
 
 
