@@ -144,8 +144,9 @@ def by_problem(level: Level, remedy: str, problems: Mapping[Place, str]) -> list
 
 
 def few(found: list[Finding]) -> list[Finding]:
-    left_out = len(found) - SHOWN
-    return found if left_out <= 0 else [*found[:SHOWN], Finding(found[0].level, "", f"and {left_out} more of this kind")]
+    left_out = found[SHOWN:]
+    more = [Finding(max(finding.level for finding in left_out), "", f"and {len(left_out)} more of this kind")] if left_out else []
+    return found[:SHOWN] + more
 
 
 # ---- the same everywhere ----
@@ -246,7 +247,7 @@ def judge_gpus(facts: Facts) -> list[Finding]:
         elif seen > needed and place.local_rank == 0:
             found.append(Finding(Level.WARNING, str(place), problem, "Start more ranks a node; the others stay idle."))
         for number, (name, *_, errors) in enumerate(cards):
-            if errors not in ("0", "[N/A]"):
+            if errors.isdigit() and errors != "0":
                 problem = f"GPU {number} ({name}) has uncorrected ECC errors: {errors}"
                 found.append(Finding(Level.FAILURE, str(place), problem, "Exclude the node (srun --exclude), and have the GPU reset."))
         for pid, name, memory in fact.get("processes", []):
@@ -353,12 +354,10 @@ def judge_disk(facts: Facts) -> list[Finding]:
     problems: dict[Level, dict[Place, str]] = {Level.FAILURE: {}, Level.WARNING: {}}
     for place, fact in facts.items():
         for level, count in ((Level.FAILURE, fact["soon"]), (Level.WARNING, fact["in the end"])):
-            needed = max(count - fact["saved"], 1) * fact["checkpoint"]
-            if fact["free"] < needed:
-                problems[level][place] = (
-                    f"{fact['directory']} has {fact['free'] / GIB:.3f} GiB free; {count} checkpoints of {fact['checkpoint'] / GIB:.3f} GiB "
-                    f"need {needed / GIB:.3f} more than the {fact['saved']} that are there"
-                )
+            to_come, size = max(count - fact["saved"], 1), fact["checkpoint"]
+            if fact["free"] < to_come * size:
+                free = f"{fact['directory']} has {fact['free'] / GIB:.3f} GiB free"
+                problems[level][place] = f"{free}; {to_come} more checkpoints of {size / GIB:.3f} GiB are to come"
                 break
     remedy = "Free some, set checkpoint.keep, or choose another disk: --run_dir DIR."
     return [finding for level, of_level in problems.items() for finding in by_problem(level, remedy, of_level)]

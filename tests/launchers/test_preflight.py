@@ -72,7 +72,13 @@ FAILURES = [
     ),
     ("limits", LIMITS, LIMITS | {"locked": 8192 * 1024}, "8192 KiB of memory may be locked", "ulimit -l unlimited"),
     ("build locks", [(LOCK, 5.0, True)], [(LOCK, BIG_LOCK, True)], f"{LOCK} is 60 minutes old", f"rm {LOCK}"),
-    ("disk space", DISK, DISK | {"free": 40 * 2**30}, "/runs has 40.000 GiB free; 3 checkpoints of 15.000 GiB need 45.000", "--run_dir"),
+    (
+        "disk space",
+        DISK,
+        DISK | {"free": 40 * 2**30},
+        "/runs has 40.000 GiB free; 3 more checkpoints of 15.000 GiB are to come",
+        "--run_dir",
+    ),
     ("clock", (0.2, 0.3), (-90.0, 0.001), "the clock is 90.0 s behind that of rank 0", "chronyc"),
     ("shared files", SHARED, SHARED | {"seen": False}, "a file that rank 0 wrote in /runs was not seen within 10 s", "all nodes mount"),
     ("shared files", SHARED, SHARED | {"renamed": False}, "renamed over another was not seen", "mount options"),
@@ -84,7 +90,7 @@ WARNINGS = [
     ("GPUs", GPUS, GPUS | {"cards": [[*H200[:2], "550.1", "0"]] * 8}, "driver is 550.1, but 570.86.15", "drivers"),
     ("limits", LIMITS, LIMITS | {"core": float("inf")}, "core file", "ulimit -c 0"),
     ("build locks", [], [("/tmp/triton/a.lock", BIG_LOCK, False)], "/tmp/triton/a.lock is 60 minutes old", "rm /tmp/triton/a.lock"),
-    ("disk space", DISK, DISK | {"in the end": 9}, "9 checkpoints of 15.000 GiB need 135.000", "checkpoint.keep"),
+    ("disk space", DISK, DISK | {"in the end": 9}, "9 more checkpoints of 15.000 GiB", "checkpoint.keep"),
     ("clock", (0.0, 0.001), (3.0, 0.001), "the clock is 3.0 s ahead of", "chronyc"),
 ]
 
@@ -134,6 +140,11 @@ def test_all_failures_are_reported_and_equal_ones_once(capsys: pytest.CaptureFix
     output = capsys.readouterr().out
     assert "FAIL  versions        ranks 4-6 on gpu1: torch is 2.12.1, but 2.13.0 for ranks 0-3 on gpu0, rank 7 on gpu1" in output
     assert "FAIL  limits          ranks 4-6 on gpu1: cannot be read" in output and "failures: 2, warnings: 0" in output
+
+
+def test_a_failure_among_those_left_out_still_fails() -> None:
+    locks = [(f"/cache/{number}.lock", BIG_LOCK, False) for number in range(checks.SHOWN)]
+    assert judged("build locks", {A: [*locks, (LOCK, BIG_LOCK, True)]})[-1].level is Level.FAILURE
 
 
 def test_warnings_alone_let_a_run_start() -> None:
@@ -276,7 +287,7 @@ def test_a_disk_without_room_for_the_next_checkpoints_fails(settings: list[str],
     assert judged("disk space", {A: gathered("disk space", job(A, None, settings))}) == []
     full = [*settings, "--run_dir", str(small_disk / "run"), "--model.hidden_size", "128", "--checkpoint.keep", "2"]
     (found,) = judged("disk space", {A: gathered("disk space", job(A, None, full))})
-    assert f"{small_disk} has 0.001 GiB free; 3 checkpoints" in found.problem and "--run_dir" in found.remedy
+    assert f"{small_disk} has 0.001 GiB free; 3 more checkpoints" in found.problem and "--run_dir" in found.remedy
 
 
 def test_nvidia_smi_is_read_and_its_failure_is_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
