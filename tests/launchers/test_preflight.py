@@ -1,6 +1,7 @@
 """Each check of launchers/preflight.py finds a fault that is made for it, names node, rank and remedy, and passes without it."""
 
 import os
+import random
 import re
 import resource
 import socket
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -268,10 +270,20 @@ def test_a_lock_that_a_killed_build_left_fails_and_a_fresh_one_does_not(tmp_path
 def test_the_port_of_the_next_step_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_PORT", raising=False)
     assert "port" not in preflight.gather(job(B), [check for check in preflight.CHECKS if check.name == "port"], 20)
-    with socket.create_server(("", 10000)) as _:  # of the step after one with port 29999
-        (found,) = judged("port", {A: gathered("port", job(A))})
-    assert "Port 10000 cannot be opened" in found.problem and "MASTER_PORT" in found.problem
-    assert judged("port", {A: gathered("port", job(A))}) == []
+    with listener_below_the_kernels_own() as listener:
+        port = listener.getsockname()[1]
+        of = replace(job(A), topology=replace(job(A).topology, master_port=port - 1))
+        (found,) = judged("port", {A: gathered("port", of)})
+    assert f"Port {port} cannot be opened" in found.problem and "MASTER_PORT" in found.problem
+    assert judged("port", {A: gathered("port", of)}) == []
+
+
+def listener_below_the_kernels_own() -> socket.socket:
+    """In the range that the topology takes ports from."""
+    for port in random.sample(range(10001, 30000), 100):
+        with suppress(OSError):
+            return socket.create_server(("", port))
+    raise AssertionError("100 ports are taken")
 
 
 @pytest.fixture
