@@ -58,11 +58,8 @@ after_srun() {
 }
 
 requeue() {
-  if ! scontrol requeue "$SLURM_JOB_ID"; then
-    say "$1; it may not be requeued here: submit it again, and it goes on"
-    exit 75
-  fi
-  say "$1; requeued"
+  say "$1; requeues itself" # Slurm may end this script at once
+  scontrol requeue "$SLURM_JOB_ID" || { say "it may not: submit it again, and it goes on"; exit 75; }
 }
 
 say() {
