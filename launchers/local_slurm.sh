@@ -139,7 +139,8 @@ free_ports() {
 start_munge() {
   dd if=/dev/urandom of="$DIRECTORY/munge.key" bs=1024 count=1 status=none
   chmod 600 "$DIRECTORY/munge.key"
-  munged --key-file="$DIRECTORY/munge.key" --socket="$DIRECTORY/munge.socket" --pid-file="$DIRECTORY/munged.pid" \
+  # --force: the directory may be one that only this user can enter
+  munged --force --key-file="$DIRECTORY/munge.key" --socket="$DIRECTORY/munge.socket" --pid-file="$DIRECTORY/munged.pid" \
     --log-file="$DIRECTORY/munged.log" --seed-file="$DIRECTORY/munged.seed" --num-threads=2 2> "$DIRECTORY/munged.start" ||
     fail_with "munged does not start" "$DIRECTORY"/munged.{start,log}
 }

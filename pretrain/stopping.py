@@ -2,7 +2,7 @@
 
 Slurm sends a signal some minutes before the time limit, and at a preemption. It is only noted here; after each step all ranks agree
 on what any of them has noted. A second signal ends the process at once, also one that waits in a collective: the signals are read from
-a pipe by a thread, where a Python handler would wait for the main thread.
+a pipe by a thread, where a Python handler would wait for the main thread. Slurm's own are several for one cause: see SAME_SIGNAL.
 """
 
 import os
@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 REQUEUE = 75  # exit code of a run that stopped in order and is to be started again; sysexits.h calls it EX_TEMPFAIL
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SAME_SIGNAL = 2.0  # seconds: a preemption sends SIGTERM twice within milliseconds (measured with Slurm 22.05), from slurmd and by srun
 
 
 class Reason(IntEnum):
@@ -37,6 +38,7 @@ class StopRequest:
 
     def __init__(self, seconds: float | None) -> None:
         self.signalled = False
+        self._signal_time = 0.0  # of the first
         self._deadline = None if seconds is None else time.monotonic() + seconds
 
     def listen(self) -> None:
@@ -53,10 +55,12 @@ class StopRequest:
             for number in os.read(pipe, 64):
                 if number not in SIGNALS:
                     continue
+                if self.signalled and time.monotonic() - self._signal_time < SAME_SIGNAL:
+                    continue
                 if self.signalled:
                     print(f"second signal ({signal.Signals(number).name}): ended without saving", file=sys.stderr, flush=True)
                     os._exit(REQUEUE)
-                self.signalled = True
+                self.signalled, self._signal_time = True, time.monotonic()
                 name = signal.Signals(number).name
                 print(f"{name}: the step under way is ended and saved; a second signal ends at once", file=sys.stderr, flush=True)
 
