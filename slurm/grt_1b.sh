@@ -22,9 +22,9 @@ CONFIG=${CONFIG:-configs/grt_1b.yaml}
 DS_CONFIG=${DS_CONFIG:-configs/ds_zero3.json}
 RUN_DIR=${RUN_DIR:-runs/grt_1b}
 TENSOR_PARALLEL=${TENSOR_PARALLEL:-1}
-CONTAINER=${CONTAINER:-}         # an image for srun's --container-image (pyxis)
+CONTAINER=${CONTAINER:-}           # an image for srun's --container-image (pyxis)
 PYTHON=${PYTHON:-.venv/bin/python} # in the container, if there is one
-source slurm/job.sh              # and MODULES, MAX_CRASHES
+source slurm/job.sh                # and MODULES, MAX_CRASHES
 
 prepare_job
 code=0

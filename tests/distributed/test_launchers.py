@@ -42,6 +42,8 @@ def slurm_answers() -> bool:
     return shutil.which("sinfo") is not None and subprocess.run(["sinfo"], capture_output=True, timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.skipif(not slurm_answers(), reason="no Slurm answers here (`sinfo` fails): set SLURM_CONF where a local one runs")
+@pytest.mark.skipif(
+    not slurm_answers(), reason="no Slurm answers here (`sinfo` fails): launchers/local_slurm.sh start, and the export that it prints"
+)
 def test_srun_gives_the_losses_of_the_deepspeed_launcher(dataset: Path, tmp_path: Path, two_ranks: list[float]) -> None:
     assert losses(tmp_path / "job", dataset, "srun", 2) == two_ranks

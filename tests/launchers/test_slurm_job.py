@@ -1,0 +1,64 @@
+"""What a batch script does after its srun, for each exit code, without a Slurm: `scontrol` only says what it was asked."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+AFTER_SRUN = 'set -euo pipefail; source slurm/job.sh; LOG=$RUN_DIR/logs/7.0.rank; after_srun "$1"'
+
+
+def after_srun(code: int, run_dir: Path, scontrol_exit: int = 0, job: str = "7") -> tuple[int, str]:
+    """Its exit code and what it printed."""
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    scontrol = run_dir / "bin" / "scontrol"
+    scontrol.parent.mkdir(exist_ok=True)
+    scontrol.write_text(f'#!/bin/sh\necho "scontrol $*"\nexit {scontrol_exit}\n')
+    scontrol.chmod(0o755)
+    variables = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}", "RUN_DIR": str(run_dir)}
+    variables |= {"SLURM_JOB_ID": job, "SLURM_JOB_NAME": "grt", "MAX_CRASHES": "2"}
+    command = ["bash", "-c", AFTER_SRUN, "bash", str(code)]
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=False)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_a_run_that_is_done_is_not_requeued(tmp_path: Path) -> None:
+    code, output = after_srun(0, tmp_path)
+    assert code == 0 and "done" in output and "scontrol" not in output
+
+
+def test_a_run_that_stopped_in_order_is_requeued_however_often(tmp_path: Path) -> None:
+    for _ in range(5):
+        code, output = after_srun(75, tmp_path)
+        assert code == 0 and "scontrol requeue 7" in output
+
+
+def test_bad_input_is_shown_once_and_not_requeued(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for rank in range(2):
+        (tmp_path / "logs" / f"7.0.rank{rank}").write_text("a line\nerror: no such dataset\n")
+    code, output = after_srun(2, tmp_path)
+    assert code == 2 and output.count("error: no such dataset") == 1 and "scontrol" not in output
+
+
+@pytest.mark.parametrize("exit_code", [1, 76, 137])
+def test_crashes_without_a_new_checkpoint_are_given_up_and_others_are_not(tmp_path: Path, exit_code: int) -> None:
+    latest = tmp_path / "checkpoints" / "latest"
+    latest.parent.mkdir()
+    for step in range(4):  # each makes a checkpoint
+        latest.write_text(f"step_{step:08d}\n")
+        code, output = after_srun(exit_code, tmp_path)
+        assert code == 0 and "scontrol requeue 7" in output
+    code, output = after_srun(exit_code, tmp_path)
+    assert code == 0 and "2 of 2 times without a new checkpoint" in output
+    code, output = after_srun(exit_code, tmp_path)
+    assert code == exit_code and "given up" in output and "scontrol" not in output
+    code, output = after_srun(exit_code, tmp_path, job="8")  # submitted anew, by a person
+    assert code == 0 and "scontrol requeue 8" in output
+
+
+def test_where_jobs_may_not_be_requeued_it_says_what_to_do(tmp_path: Path) -> None:
+    code, output = after_srun(75, tmp_path, scontrol_exit=1)
+    assert code == 75 and "submit it again" in output
