@@ -6,6 +6,7 @@ Ranks, micro-batches and workers only decide who evaluates which position, so th
 """
 
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from pretrain.mixture import Mixture, Phase
 from pretrain.sequences import SourceSequences
 from pretrain.shards import DatasetError, Index
 from pretrain.sources import DataConfig
+from pretrain.stopping import SAME_SIGNAL
 
 LAST_POSITION = 2**62  # batches only grow: there they are largest
 
@@ -186,12 +188,22 @@ def _shield_from_signals(worker: int) -> None:
     """Replaces the handlers a worker inherits from the trainer.
 
     Slurm signals every process of a job, and a terminal every process of the foreground: what follows is the trainer's business, and
-    workers end with it. SIGTERM is ignored once only: Python ends workers with it when the trainer dies of an exception.
+    workers end with it. SIGTERM is ignored for SAME_SIGNAL from the first, and not later: Python ends workers with it when the trainer dies
+    of an exception.
     """
     signal.set_wakeup_fd(-1)  # the pipe through which the trainer learns of its own signals
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    first = None
+
+    def ignore_or_end(number: int, _: object) -> None:
+        nonlocal first
+        first = first or time.monotonic()
+        if time.monotonic() - first > SAME_SIGNAL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    signal.signal(signal.SIGTERM, ignore_or_end)
 
 
 def validation_batches(

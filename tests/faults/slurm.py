@@ -44,7 +44,7 @@ class LocalSlurm:
             timeout=LIMIT,
             check=False,
         )
-        assert ended.returncode == 0 or not check, f"{command}: {ended.stdout}{ended.stderr}"
+        assert ended.returncode == 0 or not check, f"{command} ended with {ended.returncode}: {ended.stdout}{ended.stderr}"
         return ended.stdout.strip()
 
     def script(self, action: str) -> str:

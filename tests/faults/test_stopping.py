@@ -107,6 +107,29 @@ def test_a_second_signal_ends_a_process_at_once_that_waits_in_c(first: signal.Si
     assert "second signal (SIGTERM): ended without saving" in process.communicate()[1]
 
 
+WORKER = """
+import time
+from pretrain.data import _shield_from_signals
+
+_shield_from_signals(0)
+print("working", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_a_data_worker_outlives_what_slurm_sends_to_all_processes_and_ends_when_told_later() -> None:
+    process = subprocess.Popen([sys.executable, "-c", WORKER], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "working\n"
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.2)
+    time.sleep(SAME_SIGNAL)
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(timeout=10) == -signal.SIGTERM
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("0:00:30", 30), ("23:50:00", 85800), ("100:00:00", 360000), ("2-01:00:00", 176400)])
 def test_durations_are_those_of_slurm(text: str, seconds: int) -> None:
     assert parse_duration(text) == seconds
