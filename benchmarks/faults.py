@@ -84,7 +84,7 @@ def measure() -> dict[str, float]:
         with CollectiveCounter(group) as counter:
             extra()
         counts |= {f"collectives, {name}": sum(counter.calls.values()), f"bytes, {name}": 8 * sum(counter.elements.values())}
-    watchdog.stop()
+    watchdog.pause()
     shutil.rmtree(folder)
     medians = {name: median(times) for name, times in rows.items()}
     return medians | counts | {"stall": median(stalls), "copied": float(copied), "writer": median(written_cpu)}

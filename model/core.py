@@ -133,6 +133,8 @@ class RecurrentCore(nn.Module):
         self._recurrence = self._compute_recurrence
         if compute.compile == "recurrence":
             torch._dynamo.config.ignore_logging_functions.add(warnings.warn)  # megatron-core 0.16.1's linears warn at each call
+            # The offsets of documents have a length for each power of two, in training and evaluation.
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
             whole = parallel.tensor_model_parallel_size == 1  # collectives break the graph
             self._recurrence = torch.compile(self._compute_recurrence, fullgraph=whole, dynamic=False)
 

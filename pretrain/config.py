@@ -4,8 +4,10 @@ An unknown key or a value out of range ends the program before anything expensiv
 DeepSpeed's own JSON is a separate file, read and completed by `pretrain/ds_config.py`.
 """
 
+import sys
 from argparse import ArgumentError
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -260,10 +262,23 @@ def _parser(description: str) -> ArgumentParser:
     return parser
 
 
+def _config_first(arguments: list[str]) -> list[str]:
+    """The command line wins over the file wherever it stands: jsonargparse lets the later win."""
+    first: list[str] = []
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--config":
+            first += [word, *islice(words, 1)]
+        else:
+            (first if word.startswith("--config=") else rest).append(word)
+    return first + rest
+
+
 def _parse(parser: ArgumentParser, arguments: list[str] | None) -> tuple[RunConfig, Namespace]:
     parser.add_class_arguments(RunConfig, nested_key=None, fail_untyped=True)
     try:
-        parsed = parser.parse_args(arguments)
+        parsed = parser.parse_args(_config_first(sys.argv[1:] if arguments is None else arguments))
     except ArgumentError as error:
         raise ValueError(f"{' '.join(str(error).split())}. `train.py --help` lists the settings.") from error
     instantiated = parser.instantiate(parsed)

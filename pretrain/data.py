@@ -5,8 +5,9 @@ sequences (`sequences.py`). The one fact to know: the stream is a function of (d
 Ranks, micro-batches and workers only decide who evaluates which position, so the state of the data is one integer, beside the mixture.
 """
 
+import os
 import signal
-import time
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from pretrain.mixture import Mixture, Phase
 from pretrain.sequences import SourceSequences
 from pretrain.shards import DatasetError, Index
 from pretrain.sources import DataConfig
-from pretrain.stopping import SAME_SIGNAL
 
 LAST_POSITION = 2**62  # batches only grow: there they are largest
 
@@ -187,23 +187,20 @@ def _as_it_is(batch: Any) -> Any:
 def _shield_from_signals(worker: int) -> None:
     """Replaces the handlers a worker inherits from the trainer.
 
-    Slurm signals every process of a job, and a terminal every process of the foreground: what follows is the trainer's business, and
-    workers end with it. SIGTERM is ignored for SAME_SIGNAL from the first, and not later: Python ends workers with it when the trainer dies
-    of an exception.
+    Slurm and launchers signal every process of a job, some of them twice, and a terminal every process of the foreground: what follows is
+    the trainer's business, and workers end with it. Python ends them by a SIGTERM from the trainer itself; nobody else's counts.
     """
     signal.set_wakeup_fd(-1)  # the pipe through which the trainer learns of its own signals
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    first = None
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with_the_trainer, daemon=True, name="signals").start()
 
-    def ignore_or_end(number: int, _: object) -> None:
-        nonlocal first
-        first = first or time.monotonic()
-        if time.monotonic() - first > SAME_SIGNAL:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
 
-    signal.signal(signal.SIGTERM, ignore_or_end)
+def _end_with_the_trainer() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(1)
 
 
 def validation_batches(

@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -100,9 +100,11 @@ class MetricsLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self.enabled:
-            self.file.close()
-            if self.writer is not None:
-                self.writer.close()
+            with suppress(OSError):  # what a full disk did not take is tried again here
+                self.file.close()
+            with suppress(OSError):
+                if self.writer is not None:
+                    self.writer.close()
             if self.bar is not None:
                 self.bar.close()
 
@@ -191,20 +193,24 @@ class MetricsLog:
             return
         # JSON has no NaN.
         finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
-        self.file.write(json.dumps({"step": step, **finite}) + "\n")
-        if self.writer is not None:
-            for name, value in values.items():
-                if not isinstance(value, str):
-                    self.writer.add_scalar(name, value, step)
+        try:
+            self.file.write(json.dumps({"step": step, **finite}) + "\n")
+            if self.writer is not None:
+                for name, value in values.items():
+                    if not isinstance(value, str):
+                        self.writer.add_scalar(name, value, step)
+        except OSError as error:  # a full disk ends no run
+            self.say(f"step {step}/{self.total_steps}  NOT LOGGED: {self.file.name} cannot be written: {error.strerror}")
         self.say(f"step {step}/{self.total_steps}  {line}")
 
     def say(self, line: str) -> None:
         if not self.enabled:
             return
-        if self.bar is not None:
-            self.bar.write(line)
-        else:
-            print(line, flush=True)
+        with suppress(OSError):  # a log on a full disk
+            if self.bar is not None:
+                self.bar.write(line)
+            else:
+                print(line, flush=True)
 
 
 def _tensorboard(directory: Path, first_step: int) -> "SummaryWriter":

@@ -5,6 +5,7 @@ Layout, logging, evaluation and checkpointing may change at a resume. Everything
 named in `checkpoint.allow_change`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -95,14 +96,20 @@ def stream_phases(config: RunConfig, sources: Mapping[str, Index], checkpoint: P
 
 
 def _check_identity(saved: dict[str, Any], current: dict[str, Any], allowed: list[str], checkpoint: Path) -> None:
-    for entry in allowed:
-        if not any(name == entry or name.startswith(f"{entry}.") for name in current):
-            raise ValueError(f"checkpoint.allow_change names {entry}, but what is compared at a resume is {', '.join(sorted(current))}.")
     saved = BEFORE | saved
-    for name in sorted(saved.keys() | current.keys()):
-        if saved.get(name) == current.get(name) or any(name == entry or name.startswith(f"{entry}.") for entry in allowed):
-            continue
+    names = sorted(saved.keys() | current.keys())
+
+    def covers(entry: str, name: str) -> bool:
+        return name == entry or name.startswith(f"{entry}.")
+
+    for entry in allowed:
+        if not any(covers(entry, name) for name in names):
+            raise ValueError(f"checkpoint.allow_change names {entry}, but what is compared at a resume is {', '.join(names)}.")
+    changed = [name for name in names if saved.get(name) != current.get(name) and not any(covers(entry, name) for entry in allowed)]
+    if changed:
+        was = ", ".join(f"{name} = {saved.get(name)!r}" for name in changed)
+        now = ", ".join(repr(current.get(name)) for name in changed)
         raise ValueError(
-            f"{checkpoint} was made with {name} = {saved.get(name)!r}; this run has {current.get(name)!r}. Change it back, start in "
-            f"another run_dir, or allow the change: --checkpoint.allow_change '[\"{name}\"]'."
+            f"{checkpoint} was made with {was}; this run has {now}. Change it back, start in another run_dir, or allow the change: "
+            f"--checkpoint.allow_change '{json.dumps([*allowed, *changed])}'."
         )

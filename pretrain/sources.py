@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pretrain.mixture import BLOCK, Mixture, Phase
+from pretrain.mixture import Mixture, Phase
 from pretrain.remote import is_url
 from pretrain.shard_cache import default_directory, open_remote_dataset
 from pretrain.shards import DatasetError, Index, open_dataset
@@ -71,7 +71,8 @@ class DataConfig:
         if self.cache_gib <= 0:
             raise ValueError(f"data.cache_gib is {self.cache_gib:g}, but must be above 0")
         if (self.path is None) == (not self.sources):
-            raise ValueError("data: give either a path, or sources, each with a path of its own")
+            found = "both" if self.sources else "neither"
+            raise ValueError(f"data: give either path, or sources, each with a path of its own; the config and command line give {found}")
         self._check_weights()
 
     def _check_weights(self) -> None:
@@ -84,13 +85,15 @@ class DataConfig:
         starts = [0, *(change.from_tokens for change in self.weight_changes)]
         if any(start >= end for start, end in zip(starts, starts[1:], strict=False)):
             raise ValueError(f"data.weight_changes: from_tokens are {starts[1:]}, but must rise, from above 0")
+        if self.weight_changes and not self.sources:
+            raise ValueError("data.weight_changes are of data.sources, and there are none")
         for change in self.weight_changes:
-            weights = change.weights
-            if weights.keys() != self.sources.keys() or min(weights.values()) < 0 or not 0 < sum(weights.values()) < float("inf"):
-                raise ValueError(
-                    f"data.weight_changes: the weights from {change.from_tokens} tokens on are {weights}; they must name each of the "
-                    f"sources ({', '.join(self.sources)}), with numbers from 0 up that are not all 0"
-                )
+            weights, where = change.weights, f"data.weight_changes: the weights from {change.from_tokens} tokens on"
+            if weights.keys() != self.sources.keys():
+                differing = ", ".join(sorted(weights.keys() ^ self.sources.keys()))
+                raise ValueError(f"{where} must name each of data.sources and nothing else; look at {differing}")
+            if min(weights.values()) < 0 or not 0 < sum(weights.values()) < float("inf"):
+                raise ValueError(f"{where} are {weights}; they must be numbers from 0 up that are not all 0")
 
     @property
     def resets_attention(self) -> bool:
@@ -209,15 +212,15 @@ def shares(
     return found
 
 
-def require_epochs(config: DataConfig, sources: Mapping[str, Index], phases: Sequence[Phase], end: int) -> None:
-    """Checks that the first `end` positions read no source more often than its `epochs`, but for what a block's shuffle adds.
+def require_epochs(config: DataConfig, sources: Mapping[str, Index], phases: Sequence[Phase], end: int, seed: int, slack: int) -> None:
+    """Checks that the first `end` positions read no source more often than its `epochs`, but for `slack` sequences.
 
     Raises:
         ValueError: one is; names it.
     """
-    for name, share in shares(config, sources, phases, 0, end).items():
+    for name, share in shares(config, sources, phases, 0, end, seed).items():
         allowed = config.named_sources[name].epochs
-        if allowed is not None and share.sequences > allowed * epoch_length(sources[name], config.sequence_length) + BLOCK:
+        if allowed is not None and share.sequences > allowed * epoch_length(sources[name], config.sequence_length) + slack:
             raise ValueError(
                 f"data.sources.{name}.epochs is {allowed:g}, but this run reads it {share.epochs:.2f} times, with {share.share:.1%} of "
                 f"its sequences. Lower its weight or schedule.total_tokens, or allow more epochs."

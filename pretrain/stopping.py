@@ -17,8 +17,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 REQUEUE = 75  # exit code of a run that stopped in order and is to be started again; sysexits.h calls it EX_TEMPFAIL
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-SAME_SIGNAL = 2.0  # seconds: a preemption sends SIGTERM twice within milliseconds (measured with Slurm 22.05), from slurmd and by srun
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# Seconds. A preemption sends SIGTERM twice within milliseconds, from slurmd and by srun (Slurm 22.05), and the deepspeed launcher
+# passes on a signal that the ranks have had with it.
+SAME_SIGNAL = 5.0
 
 
 class Reason(IntEnum):

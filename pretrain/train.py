@@ -121,7 +121,8 @@ def check_before_start(
             sequences_per_shard(index, split, config.data.sequence_length)
     checkpoint = find_checkpoint(config, identity(config, sources))
     last = config.schedule.total_tokens // config.data.sequence_length
-    require_epochs(config.data, sources, stream_phases(config, sources, checkpoint), last)
+    phases = stream_phases(config, sources, checkpoint)
+    require_epochs(config.data, sources, phases, last, config.seed, slack=config.optim.global_batch_size)
     topology.check_port_free()
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -221,14 +222,14 @@ def train(
                 norm = float(engine.get_global_grad_norm())
                 log.train_step(progress, float(reduced[0]), depth, rate, norm, speed.read(), reduced[1:].view(-1, 2))
             with speed.paused():
-                if is_due(progress.step, config.eval.every_steps, total_steps):
+                if retry or progress.step % config.checkpoint.every_steps == 0:
+                    watchdog.pause()  # a write under way is waited for
+                    log.checkpoint(progress.step, *saver.save(*state()))
+                if is_due(progress.step, config.eval.every_steps, total_steps) and reason is Reason.NONE:
                     watchdog.at(progress.step, "validation")
                     log.validation(progress.step, *validate(engine, config, sources, device), config.model.max_depth)
-                if retry or progress.step % config.checkpoint.every_steps == 0:
-                    watchdog.at(progress.step, "copy for a checkpoint")
-                    log.checkpoint(progress.step, *saver.save(*state()))
             saver.warn_of_failures()
-        watchdog.stop()
+        watchdog.pause()
         saver.save_last(*state())
         ended = progress.step == total_steps
         if not ended:
@@ -308,7 +309,6 @@ def train_step(
     """
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
-    weight = target_weight(batches, device)
     losses, core_statistics = [], []
     for batch in (batch.to(device) for batch in batches):
         loss, measured = engine(

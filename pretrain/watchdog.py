@@ -5,6 +5,7 @@ moved for `seconds` hangs, or waits for one that does: the thread then looks who
 """
 
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -34,7 +35,6 @@ class Watchdog:
         self._beat = min(seconds / 4, 10.0)
         self._done = 0  # signs of progress
         self._at = ""
-        self._stopped = False
         self._since = time.monotonic()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
 
@@ -44,19 +44,22 @@ class Watchdog:
         if self._done == 1:
             self._thread.start()
 
-    def stop(self) -> None:
-        """What follows may take as long as it takes."""
-        self._stopped = True
+    def pause(self) -> None:
+        """What follows, to the next `at`, may take as long as it takes."""
+        self._since = math.inf
 
     def _watch(self) -> None:
         topology = self._topology
         store = PrefixStore("watchdog", TCPStore(topology.master_addr, topology.master_port, is_master=False))
-        while not self._stopped:
+        while True:
             with suppress(RuntimeError):  # rank 0, which holds the store, is gone: the main thread meets that too
                 store.set(f"rank {topology.rank}", f"{self._done} {time.time()} {self._at}")
-            if time.monotonic() - self._since > self._seconds:
+            since = self._since
+            if time.monotonic() - since > self._seconds:
                 time.sleep(2 * self._beat)  # for the others to publish that they wait
-                self._end(self._who_is_behind(store))
+                who = self._who_is_behind(store)
+                if self._since == since:  # it may have gone on
+                    self._end(who)
             time.sleep(self._beat)
 
     def _who_is_behind(self, store: PrefixStore) -> str:

@@ -83,7 +83,7 @@ def test_the_configs_we_ship_are_valid(path: Path) -> None:
         ("--model.hidden_size=33", "model.num_heads is 2; it must be a divisor of hidden_size 33."),
         ("--model.max_depth=0", "model.max_depth is 0; it must be at least 1 when there is a core."),
         ("--data.sequence_length=65", "data.sequence_length is 65; it must be at most model.max_positions 64."),
-        ("--data.path=null", "data: give either a path, or sources, each with a path of its own"),
+        ("--data.path=null", "data: give either path, or sources, each with a path of its own; the config and command line give neither"),
         ("--data.workers=-1", "data.workers is -1, but must be at least 0"),
         ("--optim.beta2=1", "optim.beta2 is 1.0; it must be at least 0 and below 1."),
         ("--optim.eps=0", "optim.eps is 0.0; it must be above 0."),
@@ -169,6 +169,12 @@ def test_a_batch_ramp_rises_in_equal_steps_to_the_global_batch(config_file: Path
     with pytest.raises(ValueError, match="optim.initial_batch_size is 2, which is not a multiple of .* 4 data-parallel ranks"):
         config.accumulation_steps(4)
     assert {parse(config_file).batch_size(position) for position in (0, 10, 10**9)} == {8}
+
+
+def test_the_command_line_wins_over_a_config_that_follows_it(config_file: Path) -> None:
+    for config in (["--config", str(config_file)], [f"--config={config_file}"]):
+        parsed, _ = parse_arguments(["--run_dir", "runs/other", "--optim.beta2", "0.9", *config, "--ds_config", "ds.json"])
+        assert (parsed.run_dir, parsed.optim.beta2, parsed.model.hidden_size) == (Path("runs/other"), 0.9, 32)
 
 
 def test_a_mixture_can_be_given_in_yaml(config_file: Path) -> None:

@@ -217,7 +217,7 @@ def test_a_dataset_can_be_sent_to_a_spawned_worker(index: Index) -> None:
 
 
 SIGNALLED_RUN = """
-import multiprocessing, os, signal, sys, time
+import multiprocessing, os, signal, subprocess, sys, time
 from pathlib import Path
 from pretrain.shards import open_dataset
 from pretrain.sources import DataConfig
@@ -234,7 +234,8 @@ def main():
     next(batches), next(batches)  # one from each worker: both have begun
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         for child in multiprocessing.active_children():
-            os.kill(child.pid, number)
+            for _ in range(2):
+                subprocess.run(["kill", "-%d" % number, str(child.pid)], check=True)
     time.sleep(0.5)
     for _ in range(20):
         next(batches)

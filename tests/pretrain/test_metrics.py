@@ -184,3 +184,11 @@ def test_speed_counts_the_tokens_and_the_time_in_training_only(run: RunConfig, m
     speed.step(depth=1, sequences=8)
     clock[0] += 2
     assert speed.read()["tokens_per_second"] == 128.0  # since the last reading
+
+
+def test_a_full_disk_under_the_metrics_ends_no_run(run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    with MetricsLog(run, 0, 0, total_steps=16) as log:
+        log.file.close()
+        log.file = open("/dev/full", "a", buffering=1)  # every write: no space left on device
+        log.validation(0, {0: 5.0}, {}, full_depth=0)
+    assert "step 0/16  NOT LOGGED: /dev/full cannot be written: No space left on device" in capsys.readouterr().out

@@ -240,3 +240,16 @@ def test_document_boundaries_are_part_of_the_identity_and_older_checkpoints_had_
     assert find(run) == checkpoint
     with pytest.raises(ValueError, match="made with data.document_boundaries = 'none'; this run has 'attention'"):
         find(other)
+
+
+def test_sources_may_become_a_path_again(run: RunConfig, mixed_datasets: dict[str, Path]) -> None:
+    mixed = mixture_of(run, mixed_datasets, code=0.75, calendar=0.25)
+    checkpoint = save(mixed, 1)
+    one = changed(run, "data", path=str(mixed_datasets["code"]))
+    with pytest.raises(ValueError) as refused:
+        find(one)
+    for name in ("data.mixture", "dataset", "dataset.calendar", "dataset.code"):  # all of them at once, in the command that allows them
+        assert f'"{name}"' in str(refused.value)
+    assert find(resume(one, "auto", "data.mixture", "dataset")) == checkpoint
+    dropped = mixture_of(run, mixed_datasets, code=1.0)
+    assert find(resume(dropped, "auto", "data.mixture", "dataset.calendar")) == checkpoint
