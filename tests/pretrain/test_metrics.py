@@ -187,8 +187,8 @@ def test_speed_counts_the_tokens_and_the_time_in_training_only(run: RunConfig, m
 
 
 def test_a_full_disk_under_the_metrics_ends_no_run(run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    with MetricsLog(run, 0, 0, total_steps=16) as log:
+    with open("/dev/full", "a", buffering=1) as full, MetricsLog(run, 0, 0, total_steps=16) as log:  # every write: no space left on device
         log.file.close()
-        log.file = open("/dev/full", "a", buffering=1)  # every write: no space left on device
+        log.file = full
         log.validation(0, {0: 5.0}, {}, full_depth=0)
     assert "step 0/16  NOT LOGGED: /dev/full cannot be written: No space left on device" in capsys.readouterr().out
