@@ -1,4 +1,5 @@
-"""What a batch script does after its srun, for each exit code, without a Slurm: `scontrol` only says what it was asked."""
+"""What a batch script asks of srun, and does with each of its exit codes, without a Slurm: `srun` and `scontrol` only say what they were
+asked."""
 
 import os
 import subprocess
@@ -62,3 +63,23 @@ def test_crashes_without_a_new_checkpoint_are_given_up_and_others_are_not(tmp_pa
 def test_where_jobs_may_not_be_requeued_it_says_what_to_do(tmp_path: Path) -> None:
     code, output = after_srun(75, tmp_path, scontrol_exit=1)
     assert code == 75 and "submit it again" in output
+
+
+def test_settings_reach_srun_and_the_trainer(tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nprintf "<%s>" "$@"\n')
+    srun.chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "RUN_DIR": str(tmp_path / "a run"),
+        "CONTAINER": "an image",
+        "MODULES": "cuda nccl",
+    }
+    variables |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "grt", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_CPUS_PER_TASK": "12"}
+    variables["BASH_FUNC_module%%"] = '() { echo "module: $*"; }'
+    command = ["slurm/grt_1b.sh", "--seed", "7"]
+    shown = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=True).stdout
+    assert "module: load cuda nccl\n" in shown
+    assert f"<--output={tmp_path}/a run/logs/7.0.rank%t>" in shown
+    assert f"<--container-image=an image><--container-mounts={ROOT}:{ROOT}>" in shown
+    assert f"<--run_dir><{tmp_path}/a run>" in shown and "<--seed><7>" in shown
