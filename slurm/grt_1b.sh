@@ -27,11 +27,12 @@ PYTHON=${PYTHON:-.venv/bin/python} # in the container, if there is one
 source slurm/job.sh                # and MODULES, MAX_CRASHES
 
 prepare_job
+CONTAINED=(${CONTAINER:+--container-image="$CONTAINER" --container-mounts="$PWD:$PWD" --container-workdir="$PWD"})
+RUN=(--config "$CONFIG" --ds_config "$DS_CONFIG" --run_dir "$RUN_DIR" --parallel.tensor_parallel "$TENSOR_PARALLEL" "$@")
+# What is wrong, with nodes and remedies, before anything is computed. Its exit code 2: starting again would not mend it.
+srun --kill-on-bad-exit=0 --wait=180 "${CONTAINED[@]}" "$PYTHON" -u launchers/preflight.py "${RUN[@]}"
 code=0
 # One task a GPU; pretrain/topology.py reads ranks and addresses from Slurm. Not --kill-on-bad-exit=1: it makes 137 of what the other
 # ranks say, and the highest code is srun's. --wait ends ranks that outlive one for a minute.
-srun --kill-on-bad-exit=0 --wait=60 --output="$LOG%t" \
-  ${CONTAINER:+--container-image="$CONTAINER" --container-mounts="$PWD:$PWD" --container-workdir="$PWD"} \
-  "$PYTHON" -u pretrain/train.py --config "$CONFIG" --ds_config "$DS_CONFIG" --run_dir "$RUN_DIR" \
-  --parallel.tensor_parallel "$TENSOR_PARALLEL" "$@" || code=$?
+srun --kill-on-bad-exit=0 --wait=60 --output="$LOG%t" "${CONTAINED[@]}" "$PYTHON" -u pretrain/train.py "${RUN[@]}" || code=$?
 after_srun "$code"
