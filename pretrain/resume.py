@@ -79,7 +79,14 @@ def find_checkpoint(config: RunConfig, current: dict[str, Any]) -> Path | None:
     if resume in ("none", "auto") and newest is None:
         return None
     chosen = newest or Path(resume)
-    _check_identity(CheckpointReader(chosen).manifest["identity"], current, config.checkpoint.allow_change, chosen)
+    saved = CheckpointReader(chosen).manifest["identity"]
+    _check_identity(saved, current, config.checkpoint.allow_change, chosen)
+    counts_tokens = config.data.weight_changes or config.optim.ramp_tokens is not None
+    if counts_tokens and saved["data.sequence_length"] != config.data.sequence_length:
+        raise ValueError(
+            f"{chosen} was made with data.sequence_length {saved['data.sequence_length']}: positions count sequences of it, by which "
+            "data.weight_changes and optim.ramp_tokens would come at other tokens. Leave these out, or keep the length."
+        )
     return chosen
 
 

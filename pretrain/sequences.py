@@ -10,8 +10,8 @@ import sys
 import numpy as np
 
 from pretrain.order import SequenceOrder
-from pretrain.shard_cache import CachedTokenReader, Prefetcher
-from pretrain.shards import DamageError, Index, TokenReader
+from pretrain.shard_cache import Prefetcher, open_reader
+from pretrain.shards import DamageError, Index
 from pretrain.sources import DataConfig, sequences_per_shard
 
 MOST_SUBSTITUTES = 100  # tried for one sequence: with so much damage there is nothing to go on with
@@ -36,13 +36,9 @@ class SourceSequences:
         self._order = None if seed is None else SequenceOrder(counts, seed, config.window_shards)
         self._first_sequence = np.concatenate([[0], np.cumsum(counts)])
         self._window: tuple[int, int] | None = None
-        if index.cache is None:
-            self._prefetcher = None
-            self._reader = TokenReader(index, split)
-        else:
-            self._shards = index.splits[split].shards
-            self._prefetcher = Prefetcher(index.cache)
-            self._reader = CachedTokenReader(index, split, index.cache, config.window_shards)
+        self._shards = index.splits[split].shards
+        self._reader = open_reader(index, split, config.window_shards)
+        self._prefetcher = None if index.cache is None else Prefetcher(index.cache)
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The (shard, sequence in the shard) at each position, both int64 [positions]."""

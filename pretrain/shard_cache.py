@@ -276,6 +276,11 @@ class CachedTokenReader(TokenReader):
         return self._cache.open(self._split.shards[shard])
 
 
+def open_reader(index: Index, split: str, max_open_shards: int) -> TokenReader:
+    """A reader of a dataset in a directory, or of one that comes through a cache, where at most `max_open_shards` stay open."""
+    return TokenReader(index, split) if index.cache is None else CachedTokenReader(index, split, index.cache, max_open_shards)
+
+
 class Prefetcher:
     """Keeps the shards of a reader's windows in the cache, in a thread of the process that reads them."""
 

@@ -74,9 +74,9 @@ class StopRequest:
         return Reason.TIME_IS_UP if up else Reason.NONE
 
 
-def agreed(reason: Reason, other: bool, group: ProcessGroup) -> tuple[Reason, bool]:
-    """The highest of all ranks' reasons, and whether any has `other`. Called by every rank; one all-reduce of 16 bytes."""
-    found = torch.tensor([reason, other], dtype=torch.int64)
+def agreed(reason: Reason, saves: bool, group: ProcessGroup) -> tuple[Reason, bool]:
+    """The highest of all ranks' reasons, and whether any wants to save again. Called by every rank; one all-reduce of 16 bytes."""
+    found = torch.tensor([reason, saves], dtype=torch.int64)
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group)
     return Reason(int(found[0])), bool(found[1])
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from pretrain.shard_cache import CachedTokenReader
-from pretrain.shards import Index, TokenReader
+from pretrain.shard_cache import open_reader
+from pretrain.shards import Index
 
 PERCENTILES = (1, 10, 50, 90, 99)
 BAR = 24  # characters of a bar of the largest share
@@ -85,7 +85,7 @@ def count_lengths(index: Index, split: str) -> DocumentLengths:
     shards = index.splits[split].shards
     if not shards:
         raise ValueError(f"the {split} split of {index.directory} has no documents")
-    reader = TokenReader(index, split) if index.cache is None else CachedTokenReader(index, split, index.cache, max_open_shards=1)
+    reader = open_reader(index, split, max_open_shards=1)
     found = DocumentLengths()
     total = sum(shard.documents for shard in shards)
     with tqdm(total=total, unit=" documents", unit_scale=True, disable=not sys.stderr.isatty()) as bar:

@@ -17,7 +17,7 @@ from pretrain.config import RunConfig
 from pretrain.mixture import Mixture
 from pretrain.resume import stream_phases
 from pretrain.sequences import SourceSequences
-from pretrain.shard_cache import CachedTokenReader
+from pretrain.shard_cache import open_reader
 from pretrain.shards import Index, TokenReader
 from pretrain.sources import Share, open_sources, shares
 
@@ -140,9 +140,7 @@ class RunStream:
         """The blocks and documents that tokens [begin, end) of a shard touch."""
         index = self.sources[name]
         if name not in self._readers:
-            self._readers[name] = (
-                TokenReader(index, "train") if index.cache is None else CachedTokenReader(index, "train", index.cache, max_open_shards=1)
-            )
+            self._readers[name] = open_reader(index, "train", max_open_shards=1)
         split = index.splits["train"]
         in_shard = slice(*split.first_block[shard : shard + 2])
         block_ends = np.cumsum(split.columns["tokens"][in_shard], dtype=np.int64)

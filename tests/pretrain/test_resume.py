@@ -253,3 +253,12 @@ def test_sources_may_become_a_path_again(run: RunConfig, mixed_datasets: dict[st
     assert find(resume(one, "auto", "data.mixture", "dataset")) == checkpoint
     dropped = mixture_of(run, mixed_datasets, code=1.0)
     assert find(resume(dropped, "auto", "data.mixture", "dataset.calendar")) == checkpoint
+
+
+def test_another_sequence_length_is_refused_where_something_comes_after_so_many_tokens(run: RunConfig) -> None:
+    checkpoint = save(run, 1)
+    shorter = changed(run, "data", sequence_length=16)
+    assert find(resume(shorter, "auto", "data.sequence_length")) == checkpoint
+    ramp = changed(shorter, "optim", initial_batch_size=4, ramp_tokens=64)
+    with pytest.raises(ValueError, match="was made with data.sequence_length 32: positions count sequences of it"):
+        find(resume(ramp, "auto", "data.sequence_length", "optim"))
