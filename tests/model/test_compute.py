@@ -64,6 +64,24 @@ def test_one_graph_serves_every_depth(fused_operators: None, checkpointing: Any,
     assert counters["stats"]["unique_graphs"] == 2
 
 
+def test_compiled_recurrences_take_any_number_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With offsets of documents instead of a mask, as on a GPU: each length of them is a graph, of which dynamo must allow that many."""
+    torch._dynamo.reset()
+    eager = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: eager(function, **options, backend="eager"))
+    monkeypatch.setattr("model.grt.attention_documents", lambda cu_seqlens, *_: cu_seqlens)
+    monkeypatch.setattr("model.layers.causal_attention", lambda q, k, v, documents: v + 0 * documents.sum())  # whose kernel is a GPU's
+    compute = ComputeConfig(compile="recurrence", gate_ops="ref")
+    model = GRT(SMALL, layer_config(1, torch.float32), SEED, compute)
+    tokens_BS = tokens()
+    for length in (2**power for power in range(2, 8)):
+        cu_seqlens = torch.full((length,), tokens_BS.numel(), dtype=torch.int32)
+        cu_seqlens[:2] = torch.tensor([0, tokens_BS.shape[1]])
+        model(tokens_BS, tokens_BS, depth=1, sequences_B=torch.tensor([0, 1]), cu_seqlens=cu_seqlens)[0].backward()
+        with torch.no_grad():
+            model(tokens_BS, tokens_BS, depth=1, cu_seqlens=cu_seqlens)
+
+
 def kept(model: GRT, depth: int) -> int:
     """Bytes that a forward pass leaves allocated for the backward pass."""
     tokens_BS = torch.zeros(4, 16, dtype=torch.int64)
