@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from pretrain.topology import Topology
 
@@ -49,20 +49,23 @@ class Watchdog:
         self._since = math.inf
 
     def _watch(self) -> None:
-        topology = self._topology
-        store = PrefixStore("watchdog", TCPStore(topology.master_addr, topology.master_port, is_master=False))
+        store = PrefixStore("watchdog", TCPStore(self._topology.master_addr, self._topology.master_port, is_master=False))
         while True:
-            with suppress(RuntimeError):  # rank 0, which holds the store, is gone: the main thread meets that too
-                store.set(f"rank {topology.rank}", f"{self._done} {time.time()} {self._at}")
-            since = self._since
-            if time.monotonic() - since > self._seconds:
-                time.sleep(2 * self._beat)  # for the others to publish that they wait
-                who = self._who_is_behind(store)
-                if self._since == since:  # it may have gone on
-                    self._end(who)
+            self._look(store)
             time.sleep(self._beat)
 
-    def _who_is_behind(self, store: PrefixStore) -> str:
+    def _look(self, store: Store) -> None:
+        """Publishes how far this rank is; ends the process if it hangs."""
+        with suppress(RuntimeError):  # rank 0, which holds the store, is gone: the main thread meets that too
+            store.set(f"rank {self._topology.rank}", f"{self._done} {time.time()} {self._at}")
+        since = self._since
+        if time.monotonic() - since > self._seconds:
+            time.sleep(2 * self._beat)  # for the others to publish that they wait
+            who = self._who_is_behind(store)
+            if self._since == since:  # it may have gone on
+                self._end(who)
+
+    def _who_is_behind(self, store: Store) -> str:
         """From what all have published, if the store answers: a read from a stopped rank 0 has no end."""
         found: list[str] = []
         threading.Thread(target=lambda: found.append(self._compare(store)), daemon=True).start()
@@ -71,7 +74,7 @@ class Watchdog:
             time.sleep(0.1)
         return found[0] if found else "rank 0 is behind: its process, which holds the store, is stopped or gone"
 
-    def _compare(self, store: PrefixStore) -> str:
+    def _compare(self, store: Store) -> str:
         ranks = range(self._topology.world_size)
         published = [store.get(f"rank {rank}").decode().split(" ", 2) for rank in ranks]
         silent = [rank for rank in ranks if time.time() - float(published[rank][1]) > SILENT_BEATS * self._beat]

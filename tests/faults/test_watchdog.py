@@ -2,12 +2,11 @@
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import HashStore
 
 from pretrain.topology import Topology
 from pretrain.watchdog import HUNG, Watchdog
@@ -52,21 +51,19 @@ def test_the_others_of_a_rank_that_dies_end_at_once(dataset: Path, tmp_path: Pat
 
 
 def test_a_run_that_goes_on_while_it_is_judged_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    store = TCPStore("127.0.0.1", port, is_master=True)
-    watchdog = Watchdog(Topology(0, 0, 1, 1, "127.0.0.1", port, "single"), tmp_path, seconds=0.2)
-    judged, ended = threading.Event(), threading.Event()
+    watchdog = Watchdog(Topology(0, 0, 1, 1, "127.0.0.1", 1, "single"), tmp_path, seconds=0.1)
+    ended: list[str] = []
+    monkeypatch.setattr(watchdog, "_end", ended.append)
+    time.sleep(0.15)
 
-    def judge(_: object) -> str:
-        if not judged.is_set():
-            watchdog.at(2, "the next step")
-        judged.set()
+    def goes_on(_: object) -> str:
+        watchdog._since = time.monotonic()
         return "nobody"
 
-    monkeypatch.setattr(watchdog, "_who_is_behind", judge)
-    monkeypatch.setattr(watchdog, "_end", lambda _: ended.set())
-    watchdog.at(1, "a step")
-    assert judged.wait(10) and not ended.wait(0.15)
-    assert ended.wait(10)  # the next step does hang
-    watchdog.pause()
-    del store
+    monkeypatch.setattr(watchdog, "_who_is_behind", goes_on)
+    watchdog._look(HashStore())
+    assert not ended
+    monkeypatch.setattr(watchdog, "_who_is_behind", lambda _: "rank 7")
+    time.sleep(0.15)
+    watchdog._look(HashStore())
+    assert ended == ["rank 7"]
