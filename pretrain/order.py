@@ -101,15 +101,15 @@ class SequenceOrder:
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The (shard, sequence in the shard) at each of the positions, both int64 [positions]."""
         positions = np.asarray(positions, np.int64)
-        if not positions.size:
-            return self._locate(positions)
-        first = int(positions[0]) // self._together * self._together
-        if positions.min() < first or positions.max() >= first + self._together:
+        numbers = positions.tolist()  # of a few, Python's least and greatest are found sooner than NumPy's
+        first = numbers[0] // self._together * self._together if numbers else 0
+        if not numbers or min(numbers) < first or max(numbers) >= first + self._together:
             return self._locate(positions)
         if self._last_located is None or self._last_located[0] != first:
             self._last_located = first, *self._locate(np.arange(first, first + self._together))
         _, shards, sequences = self._last_located
-        return shards[positions - first], sequences[positions - first]
+        places = positions - first
+        return shards[places], sequences[places]
 
     def _locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shards, sequences = np.empty_like(positions), np.empty_like(positions)
