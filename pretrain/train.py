@@ -5,24 +5,18 @@ an optimizer step, then logging, validation and checkpoints when they are due.
 """
 
 import fcntl
-import json
 import math
 import os
-import platform
-import shutil
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
@@ -35,6 +29,7 @@ from pretrain.checkpoint import Keep, load_newest_whole
 from pretrain.checkpoint_reader import CheckpointError, earlier_checkpoints
 from pretrain.config import RunConfig, parse_arguments
 from pretrain.data import Batch, train_batches, validation_batches
+from pretrain.description import about_run, describe_run
 from pretrain.digest import global_batch_digest, weights_digest
 from pretrain.ds_config import load_ds_config
 from pretrain.engine import average_over_ranks, build_engine, initialize_distributed
@@ -43,8 +38,8 @@ from pretrain.metrics import MetricsLog, Speedometer
 from pretrain.resume import Progress, find_checkpoint, identity, stream_phases
 from pretrain.saving import CheckpointSaver
 from pretrain.schedule import learning_rate
-from pretrain.shards import TOKENIZER_FOLDER, DatasetError, Index
-from pretrain.sources import open_sources, require_epochs, sequences_per_shard, shares
+from pretrain.shards import DatasetError, Index
+from pretrain.sources import open_sources, require_epochs, sequences_per_shard
 from pretrain.spikes import SpikeDetector
 from pretrain.stopping import REQUEUE, Reason, StopRequest, agreed, parse_duration
 from pretrain.topology import Topology
@@ -339,47 +334,6 @@ def target_weight(batches: Sequence[Batch], device: torch.device) -> Tensor:
 
 def is_due(step: int, every: int, last: int) -> bool:
     return step % every == 0 or step == last
-
-
-def about_run(config: RunConfig, sources: dict[str, Index], progress: Progress) -> list[str]:
-    """Lines for the log: the gate's operators, and what the rest of the run reads of each of several sources."""
-    lines = []
-    if config.model.core_blocks:
-        plain = "plain PyTorch (compute.gate_ops is ref, or no fused ones load here: python -m model.ops.build)"
-        lines.append(f"gate operators: {'fused' if config.compute.gate_ops == 'fused' else plain}")
-    if len(sources) > 1:
-        end = max(progress.position, config.schedule.total_tokens // config.data.sequence_length)
-        found = shares(config.data, sources, progress.mixture, progress.position, end, config.seed)
-        lines += [f"source {name}: {share.share:.1%} of the sequences to come, {share.epochs:.2f} epochs" for name, share in found.items()]
-    return lines
-
-
-def describe_run(config: RunConfig, ds_config: dict[str, Any], topology: Topology, sources: dict[str, Index]) -> None:
-    """Writes what was run, with what, where: config.yaml, ds_config.json, environment.json, tokenizer/."""
-    (config.run_dir / "config.yaml").write_text(yaml.safe_dump(config.as_dict(), sort_keys=False))
-    (config.run_dir / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n")
-    environment = {
-        "versions": {name: version(name) for name in ("torch", "deepspeed", "megatron-core", "webdataset", "sentencepiece", "numpy")},
-        "python": platform.python_version(),
-        "host": platform.node(),
-        "nvidia_apex": nvidia_apex_available(),
-        "gate_operators": library.parent.name if config.compute.gate_ops == "fused" and (library := fused.load()) else "ref",
-        "git_commit": git_commit(),
-        "launcher": topology.launcher,
-        "world_size": topology.world_size,
-        "tensor_parallel": config.parallel.tensor_parallel,
-    }
-    (config.run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
-    directory = next(iter(sources.values())).directory  # all have the same
-    shutil.copytree(directory / TOKENIZER_FOLDER, config.run_dir / "tokenizer", dirs_exist_ok=True)
-
-
-def git_commit() -> str | None:
-    """The commit of this checkout; None without git or outside a repository."""
-    if shutil.which("git") is None:
-        return None
-    shown = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return shown.stdout.strip() or None
 
 
 if __name__ == "__main__":
