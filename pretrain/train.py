@@ -42,6 +42,7 @@ from pretrain.shards import DatasetError, Index
 from pretrain.sources import open_sources, require_epochs, sequences_per_shard
 from pretrain.spikes import SpikeDetector
 from pretrain.stopping import REQUEUE, Reason, StopRequest, agreed, parse_duration
+from pretrain.stragglers import Stragglers
 from pretrain.topology import Topology
 from pretrain.validation import validation_losses
 from pretrain.watchdog import Watchdog
@@ -188,6 +189,7 @@ def train(
             watchdog.at(0, "validation")
             log.validation(0, *validate(engine, config, sources, device), config.model.max_depth)
         speed = Speedometer(config, topology.world_size)
+        stragglers = Stragglers(engine.module, control, log.say)
         reason = Reason.NONE
         while progress.step < total_steps and reason is Reason.NONE:
             watchdog.at(progress.step + 1, "reading its batch")
@@ -215,7 +217,8 @@ def train(
             if due_log:
                 reduced = average_over_ranks(torch.cat((loss[None], core_statistics.flatten())))
                 norm = float(engine.get_global_grad_norm())
-                log.train_step(progress, float(reduced[0]), depth, rate, norm, speed.read(), reduced[1:].view(-1, 2))
+                speeds = stragglers.compare(speed.read())
+                log.train_step(progress, float(reduced[0]), depth, rate, norm, speeds, reduced[1:].view(-1, 2))
             with speed.paused():
                 if retry or progress.step % config.checkpoint.every_steps == 0:
                     watchdog.pause()  # a write under way is waited for

@@ -1,0 +1,74 @@
+"""A rank that is slow, or waits for its data, is named, though every rank's steps take the same time."""
+
+import time
+from pathlib import Path
+
+import torch
+
+from pretrain.data import Batch
+from pretrain.stragglers import ROWS, ComputeTime, Judge
+from pretrain.train import train_step
+from tests.distributed.runs import small_run, start
+from tests.ranks import run_ranks
+
+SLEEP = 0.05
+
+
+def own_and_wall_seconds() -> tuple[float, float, float]:
+    """In a rank: of a step in which rank 1 sleeps in each block outside the core; and its own seconds of an evaluation."""
+    engine = start(small_run(Path("unused")))
+    compute = ComputeTime(engine.module)
+    if torch.distributed.get_rank() == 1:
+        for block in (*engine.module.prelude, *engine.module.coda):
+            block.attention_norm.register_forward_hook(lambda *_: time.sleep(SLEEP))
+    tokens = torch.arange(66).view(2, 33)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.ones(2, 32, dtype=torch.bool), torch.tensor([0, 1]))
+    micro_batches = [batch] * engine.gradient_accumulation_steps()
+
+    def step() -> float:
+        begin = time.perf_counter()
+        train_step(engine, micro_batches, 2, 1e-3, torch.device("cpu"), measure=False)
+        return time.perf_counter() - begin
+
+    step()
+    compute.read()
+    wall = step()
+    own = compute.read()
+    engine.eval()
+    with torch.no_grad():
+        engine(batch.tokens, batch.targets, depth=2)
+    return own, wall, compute.read()
+
+
+def test_a_ranks_own_time_holds_what_it_does_and_not_its_wait_for_a_slower_rank() -> None:
+    (fast, fast_wall, _), (slow, _, evaluation) = run_ranks(own_and_wall_seconds, 2)
+    slept = 2 * 2 * SLEEP  # in two blocks of two micro-batches
+    assert slow > slept
+    assert fast_wall > slept and fast < fast_wall - slept / 2
+    assert evaluation == 0
+
+
+def named(rows: list[tuple[list[float], list[float]]]) -> tuple[list[dict[str, float]], list[str]]:
+    said: list[str] = []
+    judge = Judge(["node1", "node1", "node2", "node2"], said.append)
+    return [judge.row(*row) for row in rows], said
+
+
+def test_the_slowest_rank_is_in_each_row_and_named_with_its_host_once_while_it_is_far_from_the_others() -> None:
+    slow, usual, even = ([1.0, 1.1, 1.5, 0.9], [0.0] * 4), ([1.0, 1.1, 1.05, 0.9], [0.0] * 4), ([1.0] * 4, [0.0] * 4)
+    rows, said = named([slow, usual, *[slow] * (ROWS + 3), even])
+    assert rows[0]["slowest_rank"] == 2 and rows[0]["slowest_rank_slowdown"] == 1.5
+    assert rows[-1]["slowest_rank_slowdown"] == 1
+    assert said == ["WARNING: rank 2 on node2 takes 1.50 times as long for its own work as the median of the ranks"]
+    assert len(named([slow] * ROWS + [even] + [slow] * ROWS)[1]) == 2
+
+
+def test_other_ranks_in_turn_are_not_named() -> None:
+    assert named([([2.0, 1.0, 1.0, 1.0], [0.0] * 4), ([1.0, 2.0, 1.0, 1.0], [0.0] * 4)] * ROWS)[1] == []
+
+
+def test_the_rank_that_waits_longest_for_data_is_named_if_the_others_do_not() -> None:
+    rows, said = named([([1.0] * 4, [0.01, 0.0, 0.02, 0.4])] * ROWS)
+    assert rows[-1]["longest_data_wait_rank"] == 3 and rows[-1]["longest_data_wait"] == 0.4
+    assert said == ["WARNING: rank 3 on node2 waits for data 40% of the time, the median of the ranks 1%"]
+    assert named([([1.0] * 4, [0.4, 0.39, 0.4, 0.41])] * ROWS)[1] == []
