@@ -196,6 +196,7 @@ class ComputeConfig:
     hoist: bool = True  # compute what projection and gate make of the anchor once, not at each recurrence
     compile: Literal["none", "recurrence"] = "none"  # torch.compile of one recurrence
     gate_ops: Literal["auto", "ref", "fused"] = "auto"  # the gate's operators: fused kernels (auto: where they are built) or plain PyTorch
+    deterministic: bool = False  # the same bits in each run of one layout on GPUs, at a price; CPUs give them anyway
 
     def __post_init__(self) -> None:
         if self.keep_last < 0:

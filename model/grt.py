@@ -32,6 +32,8 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """int64 [...] -> [..., D]."""
+        if torch.are_deterministic_algorithms_enabled():  # as in Megatron's: F.embedding's backward pass is not, says megatron-core 0.16.1
+            return self.weight[positions]
         return F.embedding(positions, self.weight)
 
 

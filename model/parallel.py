@@ -34,6 +34,7 @@ def layer_config(tensor_parallel: int, dtype: torch.dtype, sequence_parallel: bo
         params_dtype=dtype,
         use_cpu_initialization=True,
         perform_initialization=True,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         gradient_accumulation_fusion=False,
     )
 

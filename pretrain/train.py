@@ -30,6 +30,7 @@ from pretrain.checkpoint_reader import CheckpointError, earlier_checkpoints
 from pretrain.config import RunConfig, parse_arguments
 from pretrain.data import Batch, train_batches, validation_batches
 from pretrain.description import about_run, describe_run
+from pretrain.determinism import make_deterministic
 from pretrain.digest import global_batch_digest, weights_digest
 from pretrain.ds_config import load_ds_config
 from pretrain.engine import average_over_ranks, build_engine, initialize_distributed
@@ -94,6 +95,8 @@ def check_before_start(
         the config with the gate's operators, residency and recomputation settled, DeepSpeed's config, the sources' indices, and the
         checkpoint to resume from.
     """
+    if config.compute.deterministic:
+        make_deterministic(os.environ)
     nvidia_apex_available()  # raises on the other package of that name
     if torch.cuda.is_available() and topology.local_rank >= torch.cuda.device_count():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Notices that a run hangs, says which rank is behind, leaves every rank's stack, and ends the process.
+"""Notices that a run hangs, says which rank is behind, leaves every rank's stack and last collectives, and ends the process.
 
 A thread of each rank publishes how far its main thread has come in the store through which the ranks met. A main thread that has not
 moved for `seconds` hangs, or waits for one that does: the thread then looks who has not come as far, or does not publish any more.
@@ -15,11 +15,13 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from pretrain.collectives import begun, last_collectives
 from pretrain.topology import Topology
 
 HUNG = 76  # exit code: start again
 ANSWER_SECONDS = 10.0  # within which the store, on rank 0, answers
 SILENT_BEATS = 3  # heartbeats that a rank may be late
+RECORDER_SECONDS = 60  # after which the process ends without its last collectives
 
 
 class Watchdog:
@@ -57,7 +59,7 @@ class Watchdog:
     def _look(self, store: Store) -> None:
         """Publishes how far this rank is; ends the process if it hangs."""
         with suppress(RuntimeError):  # rank 0, which holds the store, is gone: the main thread meets that too
-            store.set(f"rank {self._topology.rank}", f"{self._done} {time.time()} {self._at}")
+            store.set(f"rank {self._topology.rank}", f"{self._done} {begun()} {time.time()} {self._at}")
         since = self._since
         if time.monotonic() - since > self._seconds:
             time.sleep(2 * self._beat)  # for the others to publish that they wait
@@ -76,12 +78,12 @@ class Watchdog:
 
     def _compare(self, store: Store) -> str:
         ranks = range(self._topology.world_size)
-        published = [store.get(f"rank {rank}").decode().split(" ", 2) for rank in ranks]
-        silent = [rank for rank in ranks if time.time() - float(published[rank][1]) > SILENT_BEATS * self._beat]
+        found = [store.get(f"rank {rank}").decode().split(" ", 3) for rank in ranks]
+        silent = [rank for rank in ranks if time.time() - float(found[rank][2]) > SILENT_BEATS * self._beat]
         if silent:
-            return "; ".join(f"rank {rank} is behind: its process is stopped or gone since {published[rank][2]}" for rank in silent)
-        least = min(int(done) for done, _, _ in published)
-        return "; ".join(f"rank {rank} is behind: it is at {published[rank][2]}" for rank in ranks if int(published[rank][0]) == least)
+            return "; ".join(f"rank {rank} is behind: its process is stopped or gone since {found[rank][3]}" for rank in silent)
+        progress = [(int(done), int(collectives)) for done, collectives, _, _ in found]
+        return "; ".join(f"rank {rank} is behind: it is at {found[rank][3]}" for rank in ranks if progress[rank] == min(progress))
 
     def _end(self, who: str) -> None:
         what = f"no progress for {time.monotonic() - self._since:.0f} s (watchdog_seconds is {self._seconds:g}) at {self._at}; {who}"
@@ -90,5 +92,11 @@ class Watchdog:
         with path.open("w") as file:
             print(what, file=file, flush=True)
             faulthandler.dump_traceback(file)
-        print(f"error on rank {self._topology.rank}: {what}. Its stack is in {path}.", file=sys.stderr, flush=True)
+            print(f"error on rank {self._topology.rank}: {what}. Its stack is in {path}.", file=sys.stderr, flush=True)
+            # Ends the process though the recorder of a broken GPU answers never, and holds Python's lock meanwhile.
+            faulthandler.dump_traceback_later(RECORDER_SECONDS, exit=True)
+            lines, waiting = last_collectives()
+            print("", "Its last collectives:", *lines, sep="\n", file=file, flush=True)
+        if waiting:
+            print(f"rank {self._topology.rank} waits in {waiting}", file=sys.stderr, flush=True)
         os._exit(HUNG)

@@ -28,6 +28,7 @@ from pretrain.engine import initialize_distributed
 from pretrain.shards import CHUNK_TOKENS, Index, open_dataset
 from pretrain.sources import DataConfig
 from pretrain.topology import Topology
+from pretrain.train import BAD_INPUT
 from tests.distributed.launching import LIMIT, Ended, launcher, run, train_losses, write_run
 from tests.distributed.runs import small_run
 from tests.pretrain.streams import sequences_of
@@ -41,9 +42,9 @@ def trainer() -> ForkServerContext:
     return trainer_processes()
 
 
-def _main(options: list[str], output: Path) -> None:
+def _main(options: list[str], output: Path, environment: dict[str, str]) -> None:
     """`python pretrain/train.py options` in this process, which ends."""
-    be_as_started(os.environ | SETTING, output)
+    be_as_started(os.environ | SETTING | environment, output)
     sys.argv = ["pretrain/train.py", *options]
     from pretrain.train import main
 
@@ -56,9 +57,9 @@ def _main(options: list[str], output: Path) -> None:
         raise
 
 
-def run_alone(trainer: ForkServerContext, options: list[str], output: Path) -> Ended:
+def run_alone(trainer: ForkServerContext, options: list[str], output: Path, environment: dict[str, str] | None = None) -> Ended:
     """One process, no launcher."""
-    process = trainer.Process(target=_main, args=(options, output))
+    process = trainer.Process(target=_main, args=(options, output, environment or {}))
     process.start()
     process.join(LIMIT)
     left = [f"process {process.pid}"] if process.is_alive() else []
@@ -99,6 +100,13 @@ def test_a_damaged_dataset_is_refused_at_start(
     damage(copy)
     run_alone(trainer, write_run(tmp_path, copy), tmp_path / "output").check_refused(str(copy), *words)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_environment_that_contradicts_a_setting_is_refused_at_start(trainer: ForkServerContext, dataset: Path, tmp_path: Path) -> None:
+    options = [*write_run(tmp_path, dataset), "--compute.deterministic", "true"]
+    ended = run_alone(trainer, options, tmp_path / "output", {"NCCL_ALGO": "Tree"})
+    ended.check_refused("compute.deterministic", "NCCL_ALGO is 'Tree'", "Unset it")
+    assert ended.code == BAD_INPUT and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,21 @@
 """A rank that stops, and one that dies: the others say which it is, within the limit, and no process is left."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
+from pretrain.engine import initialize_distributed
 from pretrain.topology import Topology
 from pretrain.watchdog import HUNG, Watchdog
 from tests.distributed.launching import write_run
 from tests.faults.runs import Process
-from tests.ranks import free_port
+from tests.ranks import free_port, run_ranks
 
 LIMIT = 12
 
@@ -36,9 +39,32 @@ def test_a_stopped_rank_is_named_by_the_others_which_end(dataset: Path, tmp_path
     assert f"rank {stopped} is behind: its process" in ranks[other].text
     stacks = (tmp_path / "run" / "hang" / f"rank_{other}.txt").read_text()
     assert f"rank {stopped} is behind" in stacks and "train_step" in stacks
+    (waits,) = re.findall(rf"^rank {other} waits in (.*)$", ranks[other].text, re.MULTILINE)
+    assert re.search(r"gloo:\S+ \d+ of .+, begun in \w+/\w+\.py:\d+ \(\w+\)", waits), waits
+    assert all(f"{collective}, NOT ENDED" in stacks for collective in waits.split("; ")), stacks
     ranks[stopped].process.kill()  # as srun's --kill-on-bad-exit does
     for rank in ranks:
         rank.end()
+
+
+def who_hangs() -> str:
+    """In a rank: what its watchdog finds where rank 1 is late for a collective, though its process is well."""
+    topology = Topology.from_environment(os.environ)
+    initialize_distributed(topology, 1)
+    found: list[str] = []
+    watchdog = Watchdog(topology, Path("unused"), seconds=2)
+    watchdog._end = found.append  # type: ignore[method-assign]
+    watchdog.at(1, "forward")
+    values = torch.zeros(1)
+    work = torch.distributed.all_reduce(values, async_op=True) if topology.rank == 0 else None
+    while not found:
+        time.sleep(0.1)
+    (work or torch.distributed.all_reduce(values, async_op=True)).wait()
+    return found[0]
+
+
+def test_of_ranks_that_are_equally_far_the_one_that_has_begun_fewer_collectives_is_behind() -> None:
+    assert run_ranks(who_hangs, 2) == ["rank 1 is behind: it is at step 1, forward"] * 2
 
 
 def test_the_others_of_a_rank_that_dies_end_at_once(dataset: Path, tmp_path: Path) -> None:
