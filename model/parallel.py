@@ -27,6 +27,7 @@ def layer_config(tensor_parallel: int, dtype: torch.dtype, sequence_parallel: bo
 
     Weights are drawn whole on the CPU and sliced, so that they do not depend on the layout. `perform_initialization` stays on:
     megatron-core 0.16.1 marks shards as such only there. Gradient-accumulation fusion needs `main_grad`, which ZeRO-3 has not.
+    `deterministic_mode` has the embedding read its rows by an index, whose backward pass torch can sum in a fixed order.
     """
     return ModelParallelConfig(
         tensor_model_parallel_size=tensor_parallel,

@@ -102,12 +102,14 @@ def test_training_agrees_and_its_step_is_timed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
     checks = [
         Check("training", partial(training.same_losses, gate_ops="fused"), 100),
+        Check("training twice", training.same_twice, 100),
         Check("step", partial(training.step_speed, gate_ops="ref", compile_="none"), 100),
     ]
     rows = list(run(checks, SETTING, time.monotonic() + 200, tmp_path / "log"))
-    assert [row.ok for row in rows] == [True] * 4, rows
+    assert [row.ok for row in rows] == [True] * 6, rows
     assert rows[1].numbers["difference"] < 1e-5
-    assert rows[3].numbers["mfu"] == pytest.approx(rows[3].numbers["tokens_per_second"] * 3 * MODEL.forward_flops_per_token(16, 2) / 1e12)
+    assert rows[2].value != rows[3].value  # inside documents, attention is another
+    assert rows[5].numbers["mfu"] == pytest.approx(rows[5].numbers["tokens_per_second"] * 3 * MODEL.forward_flops_per_token(16, 2) / 1e12)
 
 
 def test_the_largest_micro_batch_that_fits_is_taken() -> None:

@@ -25,6 +25,7 @@ from model.ops import fused
 from model.parallel import initialize_model_parallel
 from pretrain.config import OptimConfig, ParallelConfig, RunConfig
 from pretrain.data import Batch
+from pretrain.determinism import make_deterministic
 from pretrain.ds_config import load_ds_config
 from pretrain.memory import GIB, Layout, fits, memory
 from pretrain.schedule import ScheduleConfig
@@ -132,6 +133,33 @@ def agreement(name: str, found: list[float], expected: list[float], limit: float
     differences = [abs(a / b - 1) for a, b in zip(found, expected, strict=True)]
     agree = all(difference <= limit for difference in differences)  # not so if one is not a number
     return Row(name, f"losses differ by {max(differences):.1e}", f"<= {limit:.0e}", agree, {"difference": max(differences)})
+
+
+def same_twice(setting: Setting) -> Iterator[Row]:
+    """In deterministic mode two runs end with the same weights, bit for bit: bf16, as long sequences as the timed model takes."""
+    make_deterministic(os.environ)
+    try:
+        for documents in (False, True):
+            first, second = (weights_after(setting, 4, documents) for _ in range(2))
+            yield Row(f"training twice{', documents' if documents else ''}", f"{first:016x}, {second:016x}", "equal", first == second)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def weights_after(setting: Setting, steps: int, documents: bool) -> int:
+    """Their digest."""
+    from pretrain.digest import weights_digest
+    from pretrain.train import train_step
+
+    size, length = min(2, setting.micro_batch), setting.model.max_positions
+    offsets = torch.arange(0, size * length + 1, length // 4, dtype=torch.int32) if documents else None
+    config = run_config(setting.model, length, 2 * size, size, "bf16", ComputeConfig(gate_ops="fused", deterministic=True))
+    with engine_of(config) as engine:
+        data = batches(config, 4)
+        for _ in range(steps):
+            micro_batches = [batch._replace(cu_seqlens=offsets) for batch in islice(data, 2)]
+            train_step(engine, micro_batches, setting.model.max_depth, 1e-3, torch.device(setting.device), measure=False)
+        return weights_digest(engine)[0]
 
 
 def step_speed(setting: Setting, gate_ops: GateOps, compile_: Literal["none", "recurrence"]) -> Iterator[Row]:
