@@ -193,3 +193,17 @@ def test_initial_weight_depends_on_seed_and_name_alone() -> None:
         assert torch.equal(base[name], wider_stack[name])
         assert not torch.equal(base[name], reseeded[name])
     assert not torch.equal(base["core.blocks.0.mlp.up.weight"], base["core.blocks.1.mlp.up.weight"])
+
+
+def test_deterministic_embeddings_compute_the_same_without_the_operator_that_may_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        model, _ = build(SMALL)
+        monkeypatch.setattr(F, "embedding", None)
+        (gradient,) = torch.autograd.grad(model(tokens(), tokens(seed=1), depth=2)[0], [model.embedding.tokens.weight])
+    finally:
+        torch.use_deterministic_algorithms(False)
+        monkeypatch.undo()
+    model, _ = build(SMALL)
+    (expected,) = torch.autograd.grad(model(tokens(), tokens(seed=1), depth=2)[0], [model.embedding.tokens.weight])
+    assert relative_error(gradient, expected) < 1e-12
