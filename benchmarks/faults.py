@@ -1,4 +1,4 @@
-"""What it costs to survive: checkpoints beside training, the ranks' agreement, watchdog and digests: `python -m benchmarks.faults`.
+"""What it costs to survive: `python -m benchmarks.faults`. Checkpoints beside training, agreement, watchdog, stragglers, digests.
 
 One rank trains; beside it there is a core for the thread that writes. Steps with and without each part are interleaved, and medians
 compared. What can be counted is counted: bytes that a checkpoint makes the loop wait for, collectives and their bytes.
@@ -24,6 +24,7 @@ from pretrain.config import OptimConfig
 from pretrain.data import Batch
 from pretrain.digest import global_batch_digest, weights_digest
 from pretrain.stopping import StopRequest, agreed
+from pretrain.stragglers import Stragglers
 from pretrain.topology import Topology
 from pretrain.train import train_step
 from pretrain.watchdog import Watchdog
@@ -45,6 +46,7 @@ def measure() -> dict[str, float]:
     watchdog = Watchdog(Topology.from_environment(os.environ), folder / "hang", 1800)
     stop, control = StopRequest(None), torch.distributed.new_group(backend="gloo")
     saver = saving.CheckpointSaver(folder / "checkpoints", Keep(newest=1), 0, print)
+    stragglers = Stragglers(engine.module, control, print)
     step = 0
 
     def seconds(extra: Callable[[], None]) -> float:
@@ -57,6 +59,9 @@ def measure() -> dict[str, float]:
         watchdog.at(step, "reading its batch")
         watchdog.at(step, "forward, backward and optimizer")
         agreed(stop.reason(), saver.wants_retry(), control)
+
+    def compared() -> None:
+        stragglers.compare({"data_wait": 0.0})
 
     def digests() -> None:
         global_batch_digest([batch], device)
@@ -80,7 +85,7 @@ def measure() -> dict[str, float]:
         written_cpu.append(time.process_time() - before)
     counts: dict[str, float] = {}
     world = torch.distributed.distributed_c10d._get_default_group()
-    for name, group, extra in (("agreement", control, watched), ("digests", world, digests)):
+    for name, group, extra in (("agreement", control, watched), ("stragglers", control, compared), ("digests", world, digests)):
         with CollectiveCounter(group) as counter:
             extra()
         counts |= {f"collectives, {name}": sum(counter.calls.values()), f"bytes, {name}": 8 * sum(counter.elements.values())}
@@ -99,7 +104,7 @@ def main() -> None:
     size = f"{found['copied'] / 2**20:.0f} MiB"
     print(f"\nA plain step takes {plain:.3f} s. The copy of {size} for a checkpoint stalls the loop for {found['stall']:.3f} s; the writer")
     print(f"takes {found['writer']:.2f} CPU seconds, hashes included.")
-    for name in ("agreement", "digests"):
+    for name in ("agreement", "stragglers", "digests"):
         print(f"{name}: {found[f'collectives, {name}']:.0f} collectives, {found[f'bytes, {name}']:.0f} bytes a rank")
 
 

@@ -26,6 +26,7 @@ def make_deterministic(environment: MutableMapping[str, str]) -> None:
         if value.lower() not in [one.lower() for one in allowed]:
             raise ValueError(f"compute.deterministic is true, but {name} is {value!r}. Unset it, or set it to {' or '.join(allowed)}.")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # time for nothing: no result depends on it
+    # No result depends on it. A property of the module, which mypy does not see.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True

@@ -173,7 +173,7 @@ def train(
         micro_batch_size=config.parallel.micro_batch_size,
         **data_parallel_place(),
     )
-    control = torch.distributed.new_group(backend="gloo")  # apart from the GPUs', which a step need not wait for
+    control = torch.distributed.new_group(backend="gloo", group_desc="control")  # apart from the GPUs', which a step need not wait for
     watchdog = Watchdog(topology, config.run_dir / "hang", config.watchdog_seconds)
     spikes = SpikeDetector(config.optim.spike_policy, config.optim.spike_threshold, progress.last_losses)
 

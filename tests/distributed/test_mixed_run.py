@@ -59,6 +59,7 @@ def test_two_data_parallel_ranks_give_the_same_run_and_two_tensor_parallel_ones_
 ) -> None:
     command = options(tmp_path, mixed_datasets)
     run(launcher("torchrun", 2), command).check_succeeded()
+    assert len(rows(tmp_path, "slowest_rank")) == STEPS and not rows(whole, "slowest_rank")
     for _ in ("data parallel", "tensor parallel from the fifth step"):
         assert rows(tmp_path, "batch_digest") == rows(whole, "batch_digest")
         assert rows(tmp_path, "loss") == pytest.approx(rows(whole, "loss"), rel=1e-5)

@@ -16,12 +16,11 @@ from tests.ranks import run_ranks
 
 
 @pytest.fixture
-def restored() -> Iterator[None]:
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     yield
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
-    torch.backends.cudnn.deterministic = False
 
 
 @pytest.mark.usefixtures("restored")
