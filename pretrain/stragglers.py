@@ -21,8 +21,8 @@ from model.layers import Block
 
 SLOW = 1.2  # times the median, from which a rank is named; every rank of the run waits for it so long
 WAITS = 0.1  # share of the time that a rank waits for data above the median's, from which it is named
-# In so many one after the other it must be the same rank. Two ranks on two cores with three times as much to do passed 1.2 in 26 of 60
-# rows of 10 steps, one of them twice in a row 6 times, three times never.
+# In so many one after the other it must be the same rank. On two cores with three times as much to do, 26 of 60 rows of two ranks passed
+# 1.2, at most two in a row of one rank; of four ranks nearly all did, at most four in a row of one.
 ROWS = 5
 
 

@@ -93,9 +93,12 @@ class Watchdog:
             print(what, file=file, flush=True)
             faulthandler.dump_traceback(file)
             print(f"error on rank {self._topology.rank}: {what}. Its stack is in {path}.", file=sys.stderr, flush=True)
-            # Ends the process though the recorder of a broken GPU answers never, and holds Python's lock meanwhile.
+            # Ends the process even if the recorder of a broken GPU never answers, and holds Python's lock meanwhile.
             faulthandler.dump_traceback_later(RECORDER_SECONDS, exit=True)
-            lines, waiting = last_collectives()
+            try:
+                lines, waiting = last_collectives()
+            except Exception as error:
+                lines, waiting = [f"not known: {error!r}"], ""
             print("", "Its last collectives:", *lines, sep="\n", file=file, flush=True)
         if waiting:
             print(f"rank {self._topology.rank} waits in {waiting}", file=sys.stderr, flush=True)
