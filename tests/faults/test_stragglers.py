@@ -3,8 +3,12 @@
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
+from model.config import GRTConfig
+from model.grt import GRT
+from model.parallel import layer_config
 from pretrain.data import Batch
 from pretrain.stragglers import ROWS, ComputeTime, Judge
 from pretrain.train import train_step
@@ -46,6 +50,48 @@ def test_a_ranks_own_time_holds_what_it_does_and_not_its_wait_for_a_slower_rank(
     assert slow > slept
     assert fast_wall > slept and fast < fast_wall - slept / 2
     assert evaluation == 0
+
+
+class Event:
+    """Stands in for CUDA's: each is a second after the one before."""
+
+    now, finished = 0, 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.now += 1
+        self.time = Event.now
+
+    def query(self) -> bool:
+        return self.time <= Event.finished
+
+    def synchronize(self) -> None:
+        Event.finished = max(Event.finished, self.time)
+
+    def elapsed_time(self, later: "Event") -> float:
+        assert later.query()
+        return 1e3 * (later.time - self.time)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_on_a_gpu_nothing_is_waited_for_but_in_a_reading_and_what_has_ended_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GRT(GRTConfig(vocab_size=128, hidden_size=32, num_heads=2, max_depth=2, max_positions=8), layer_config(1, torch.float32), 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        compute = ComputeTime(model)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    calls = 3  # of prelude, core and coda
+    model(tokens, depth=1)
+    assert Event.finished == 0 and len(compute._pending) == calls and compute.seconds == 0
+    Event.finished = 10**9
+    model(tokens, depth=1)
+    assert len(compute._pending) == 1 and compute.seconds == 2 * calls - 1
+    Event.finished = 0
+    model(tokens, depth=1)
+    assert compute.read() == 3 * calls and compute.read() == 0
 
 
 def named(rows: list[tuple[list[float], list[float]]]) -> tuple[list[dict[str, float]], list[str]]:
