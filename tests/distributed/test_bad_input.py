@@ -13,7 +13,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
@@ -31,7 +30,7 @@ from pretrain.topology import Topology
 from tests.distributed.launching import LIMIT, Ended, launcher, run, train_losses, write_run
 from tests.distributed.runs import small_run
 from tests.pretrain.streams import sequences_of
-from tests.ranks import SETTING, be_as_started, run_ranks, trainer_processes
+from tests.ranks import SETTING, run_ranks, run_trainer, trainer_processes
 from tools.prepare_data import main as prepare_data
 
 
@@ -41,24 +40,9 @@ def trainer() -> ForkServerContext:
     return trainer_processes()
 
 
-def _main(options: list[str], output: Path) -> None:
-    """`python pretrain/train.py options` in this process, which ends."""
-    be_as_started(os.environ | SETTING, output)
-    sys.argv = ["pretrain/train.py", *options]
-    from pretrain.train import main
-
-    try:
-        main()
-    except SystemExit:
-        raise
-    except BaseException:
-        traceback.print_exc()
-        raise
-
-
 def run_alone(trainer: ForkServerContext, options: list[str], output: Path) -> Ended:
     """One process, no launcher."""
-    process = trainer.Process(target=_main, args=(options, output))
+    process = trainer.Process(target=run_trainer, args=(options, os.environ | SETTING, output))
     process.start()
     process.join(LIMIT)
     left = [f"process {process.pid}"] if process.is_alive() else []

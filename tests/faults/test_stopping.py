@@ -13,8 +13,8 @@ import yaml
 
 from pretrain.stopping import REQUEUE, SAME_SIGNAL, parse_duration
 from tests.distributed.launching import write_run
-from tests.faults.runs import Process, same_state
-from tests.ranks import REPOSITORY, free_port
+from tests.faults.runs import Process, same_state, start_ranks
+from tests.ranks import REPOSITORY
 
 STEPS = 12
 
@@ -74,8 +74,7 @@ def test_a_signalled_run_saves_and_goes_on_also_from_the_one_before_a_damaged_ch
 
 def test_ranks_stop_after_the_same_step_when_one_of_them_is_signalled(dataset: Path, tmp_path: Path) -> None:
     command = options(tmp_path, dataset)
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [Process(command, tmp_path / f"output{rank}", world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    ranks = start_ranks(command, tmp_path)
     ranks[0].wait_for("step 2/12  loss")
     os.killpg(ranks[1].process.pid, signal.SIGINT)  # Ctrl-C: its data worker gets it too
     assert [rank.end() for rank in ranks] == [REQUEUE, 0]  # one says so: srun would end the others of a rank that fails
