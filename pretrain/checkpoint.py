@@ -222,22 +222,25 @@ def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Path) -> dict[str, Any]
     return reader.manifest["progress"]
 
 
-def load_newest_whole(engine: DeepSpeedEngine, candidates: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
-    """Loads the first of `candidates`, newest first, that is as it was written. Called by every rank.
+def load_first_whole(engine: DeepSpeedEngine, candidates: Sequence[Path]) -> tuple[Path, dict[str, Any]] | None:
+    """Loads the first of rank 0's `candidates` that is as it was written. Called by every rank.
 
     Returns:
-        it, and the progress it was saved with.
+        it, and the progress it was saved with; None where there are no candidates.
 
     Raises:
         CheckpointError: as `load_checkpoint`; of damage only where all are damaged.
     """
-    for checkpoint, before in zip(candidates, candidates[1:], strict=False):
+    shared = [list(candidates)]
+    dist.broadcast_object_list(shared)  # network file systems may show ranks different ones
+    (paths,) = shared
+    for checkpoint, next_one in zip(paths, paths[1:], strict=False):
         try:
             return checkpoint, load_checkpoint(engine, checkpoint)
         except DamagedCheckpointError as error:
             if dist.get_rank() == 0:
-                print(f"warning: {error}; going on from {before.name}", file=sys.stderr, flush=True)
-    return candidates[-1], load_checkpoint(engine, candidates[-1])
+                print(f"warning: {error}; going on from {next_one.name}", file=sys.stderr, flush=True)
+    return (paths[-1], load_checkpoint(engine, paths[-1])) if paths else None
 
 
 def _require_same_parameters(saved: dict[str, Any], model: dict[str, Any]) -> None:

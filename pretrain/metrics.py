@@ -108,15 +108,16 @@ class MetricsLog:
             if self.bar is not None:
                 self.bar.close()
 
-    def advance(self, step: int, skipped: bool) -> None:
-        """A step is done. DeepSpeed skips one with non-finite gradients, on all ranks alike; everything but the weights advances."""
+    def advance(self, step: int, applied: bool, spike: bool) -> None:
+        """A step is done. One whose loss is a spike, or whose gradients are not finite, may not have been applied, on all ranks alike;
+        everything but the weights advances."""
         if not self.enabled:
             return
         if self.bar is not None:
             self.bar.update()
-        if skipped:
+        if not applied:
             self.skipped_steps += 1
-            self.say(f"step {step}/{self.total_steps}  SKIPPED: the gradients are not finite")
+            self.say(f"step {step}/{self.total_steps}  SKIPPED: {'its loss is a spike' if spike else 'the gradients are not finite'}")
 
     def train_step(
         self,
@@ -164,6 +165,12 @@ class MetricsLog:
         """A row of a step whose loss stands out, with the positions [first, end) of its batch."""
         row = {"spike_loss": loss, "spike_first_position": first_position, "spike_end_position": end_position}
         self._write(step, row, f"SPIKE: loss {loss:.4f} at positions {first_position} to {end_position - 1}")
+
+    def rollback(self, step: int, checkpoint: str, first_position: int, end_position: int) -> None:
+        """A row of a return to the weights of a checkpoint; the steps that have read the positions [first, end) then have no effect."""
+        row = {"rollback_to": checkpoint, "rollback_first_position": first_position, "rollback_end_position": end_position}
+        line = f"ROLLED BACK to the weights of {checkpoint}: positions {first_position} to {end_position - 1} have no effect"
+        self._write(step, row, line)
 
     def checkpoint(self, step: int, stall_seconds: float, copied_bytes: int) -> None:
         """A row of what it cost the loop to begin a checkpoint; it is written meanwhile."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint_reader import CheckpointReader, find_newest, passed_over
+from pretrain.checkpoint_reader import CheckpointReader, earlier_checkpoints, find_newest, passed_over
 from pretrain.config import RunConfig
 from pretrain.mixture import Phase, continued
 from pretrain.shards import Index
@@ -94,6 +94,19 @@ def find_checkpoint(config: RunConfig, current: dict[str, Any]) -> Path | None:
             "data.weight_changes and optim.ramp_tokens would come at other tokens. Leave these out, or keep the length."
         )
     return chosen
+
+
+def rollback_candidates(config: RunConfig, resumed_from: Path | None) -> list[Path]:
+    """The checkpoints that a run may go back to, the best first: those that a run without interruptions has, too, then the newest."""
+    newest = find_newest(config.run_dir / "checkpoints") or resumed_from
+    if newest is None:
+        return []
+
+    def order(checkpoint: Path) -> tuple[bool, int]:
+        step = CheckpointReader(checkpoint).manifest["step"]
+        return step % config.checkpoint.every_steps == 0, step
+
+    return sorted([newest, *earlier_checkpoints(newest)], key=order, reverse=True)
 
 
 def stream_phases(config: RunConfig, sources: Mapping[str, Index], checkpoint: Path | None) -> list[Phase]:

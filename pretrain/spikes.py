@@ -5,6 +5,7 @@ judged after the backward pass, before the optimizer's step, by all ranks alike.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Literal
@@ -14,6 +15,9 @@ from torch import Tensor
 from pretrain.engine import average_over_ranks
 
 WINDOW, LEAST = 128, 32  # losses that are compared with: the last 128, and none before there are 32
+MOST_IN_A_ROW = 20  # steps that change nothing
+MOST_ROLLBACKS = 3  # without a new checkpoint
+Policy = Literal["log", "skip", "rollback"]
 
 
 class SpikeDetector:
@@ -28,7 +32,7 @@ class SpikeDetector:
         found: the loss of the step judged last, if it is a spike.
     """
 
-    def __init__(self, policy: Literal["log", "skip"] | None, threshold: float, losses: Sequence[float] = ()) -> None:
+    def __init__(self, policy: Policy | None, threshold: float, losses: Sequence[float] = ()) -> None:
         self.found: float | None = None
         self.losses = list(losses)[-WINDOW:]
         self._policy, self._threshold = policy, threshold
@@ -39,7 +43,12 @@ class SpikeDetector:
             return False
         loss = float(average_over_ranks(rank_loss.clone()))
         self.found = loss if self.is_spike(loss) else None
-        return self.found is not None and self._policy == "skip"
+        return self.found is not None and self._policy in ("skip", "rollback")
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether the step judged last leads back to a checkpoint."""
+        return self.found is not None and self._policy == "rollback"
 
     def is_spike(self, loss: float) -> bool:
         """Judges a step's mean loss; one that is no spike is remembered."""
@@ -49,3 +58,30 @@ class SpikeDetector:
             return True
         self.losses = [*self.losses, loss][-WINDOW:]
         return False
+
+
+class Patience:
+    """Tells when a run cannot go on. The same on every rank."""
+
+    def __init__(self) -> None:
+        self._unchanged = 0  # steps in a row
+        self._rollbacks: Counter[int] = Counter()  # by the step of the newest checkpoint
+
+    def after_step(self, applied: bool) -> None:
+        self._unchanged = 0 if applied else self._unchanged + 1
+
+    def before_rollback(self, saved_step: int) -> None:
+        """
+        Args:
+            saved_step: of the newest checkpoint.
+        """
+        self._rollbacks[saved_step] += 1
+
+    @property
+    def is_over(self) -> str | None:
+        """Why the run cannot go on, if it cannot."""
+        if self._unchanged >= MOST_IN_A_ROW:
+            return f"{self._unchanged} steps in a row changed nothing"
+        if max(self._rollbacks.values(), default=0) > MOST_ROLLBACKS:
+            return f"{MOST_ROLLBACKS} rollbacks to the same checkpoint did not help"
+        return None

@@ -9,8 +9,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from model.depth import sample_depth
 from model.ops import fused
 from model.parallel import ParallelGroups, initialize_model_parallel
 from pretrain.agreement import DisagreementError, require_same_run
-from pretrain.checkpoint import Keep, load_newest_whole
+from pretrain.checkpoint import Keep, load_first_whole, take_snapshot
 from pretrain.checkpoint_reader import CheckpointError, earlier_checkpoints, passed_over
 from pretrain.config import RunConfig, parse_arguments
 from pretrain.data import Batch, train_batches, validation_batches
@@ -32,15 +33,16 @@ from pretrain.description import about_run, describe_run
 from pretrain.digest import global_batch_digest, weights_digest
 from pretrain.ds_config import load_ds_config
 from pretrain.engine import average_over_ranks, build_engine, initialize_distributed
+from pretrain.evidence import CannotGoOnError, stop_with_evidence
 from pretrain.memory import settle
 from pretrain.metrics import MetricsLog, Speedometer
-from pretrain.resume import Progress, find_checkpoint, identity, stream_phases
+from pretrain.resume import Progress, find_checkpoint, identity, rollback_candidates, stream_phases
 from pretrain.run_directory import hold_run_dir, make_run_dir
 from pretrain.saving import CheckpointSaver
 from pretrain.schedule import learning_rate
 from pretrain.shards import DatasetError, Index
 from pretrain.sources import open_sources, require_epochs, sequences_per_shard
-from pretrain.spikes import SpikeDetector
+from pretrain.spikes import Patience, SpikeDetector
 from pretrain.stopping import REQUEUE, Reason, StopRequest, agreed, parse_duration
 from pretrain.topology import Topology
 from pretrain.validation import validation_losses
@@ -68,7 +70,7 @@ def main() -> None:
         torch.distributed.destroy_process_group()
         if not ended and topology.rank == 0:  # of the others, a launcher would end this one before it has said so
             sys.exit(REQUEUE)
-    except (CheckpointError, DisagreementError) as error:  # the same on every rank
+    except (CannotGoOnError, CheckpointError, DisagreementError) as error:  # the same on every rank
         if topology.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         torch.distributed.barrier()  # the launcher ends all ranks when the first is gone: not before the message is out
@@ -153,7 +155,7 @@ def train(
     )
     control = torch.distributed.new_group(backend="gloo")  # apart from the GPUs', which a step need not wait for
     watchdog = Watchdog(topology, config.run_dir / "hang", config.watchdog_seconds)
-    spikes = SpikeDetector(config.optim.spike_policy, config.optim.spike_threshold, progress.last_losses)
+    spikes, patience = SpikeDetector(config.optim.spike_policy, config.optim.spike_threshold, progress.last_losses), Patience()
 
     def state() -> tuple[DeepSpeedEngine, dict[str, Any], dict[str, Any], dict[str, Any]]:
         return engine, progress.as_dict(), config.as_dict(), identity(config, sources)
@@ -188,14 +190,27 @@ def train(
             rate = learning_rate(config.schedule, progress.tokens)
             due_log = is_due(progress.step, config.log.every_steps, total_steps)
             weight = target_weight(micro_batches, device) if config.data.masks_loss else None
-            loss, core_statistics = train_step(engine, micro_batches, depth, rate, device, weight=weight, spikes=spikes, measure=due_log)
+            compute = partial(train_step, engine, micro_batches, depth, rate, device, weight=weight)
+            loss, core_statistics = compute(refuses=spikes.refuses, measure=due_log)
             progress = replace(progress, last_losses=spikes.losses)
             speed.step(depth, sequences)
-            log.advance(progress.step, skipped=not engine.was_step_applied())
+            log.advance(progress.step, applied=engine.was_step_applied(), spike=spikes.found is not None)
             reason, retry = agreed(stop.reason(), saver.wants_retry(), control)
 
             if spikes.found is not None:
                 log.spike(progress.step, spikes.found, first_position, progress.position)
+            patience.after_step(engine.was_step_applied())
+            if spikes.rolls_back:
+                watchdog.pause()
+                saver.wait()
+                patience.before_rollback(saver.saved_step)
+                if patience.is_over is None:
+                    progress = roll_back(engine, config, checkpoint, progress, spikes, log)
+            if patience.is_over is not None:
+                watchdog.pause()
+                facts = {"why": patience.is_over, "step": progress.step, "depth": depth, "learning_rate": rate}
+                again = partial(compute, refuses=lambda _: True, measure=False)
+                stop_with_evidence(config.run_dir / "evidence", facts, engine, take_snapshot(*state()).partitions, micro_batches, again)
             if due_log:
                 reduced = average_over_ranks(torch.cat((loss[None], core_statistics.flatten())))
                 norm = float(engine.get_global_grad_norm())
@@ -223,14 +238,29 @@ def start_engine(
     before a damaged one."""
     require_same_run(config, ds_config, {name: index.fingerprint for name, index in sources.items()})
     initialize_model_parallel(config.parallel.tensor_parallel)
-    candidates = [[] if checkpoint is None else [checkpoint, *earlier_checkpoints(checkpoint)]]
-    torch.distributed.broadcast_object_list(candidates)  # network file systems may show ranks different newest checkpoints
     engine = build_engine(config, ds_config)
     progress = Progress()
-    if candidates[0]:
-        checkpoint, saved = load_newest_whole(engine, candidates[0])
-        progress = Progress(**saved)
+    loaded = load_first_whole(engine, [] if checkpoint is None else [checkpoint, *earlier_checkpoints(checkpoint)])
+    if loaded is not None:
+        checkpoint, progress = loaded[0], Progress(**loaded[1])
     return engine, replace(progress, mixture=stream_phases(config, sources, checkpoint)), checkpoint
+
+
+def roll_back(
+    engine: DeepSpeedEngine, config: RunConfig, resumed_from: Path | None, progress: Progress, spikes: SpikeDetector, log: MetricsLog
+) -> Progress:
+    """Puts back weights and moments of a checkpoint, and the losses that the next are compared with; what was read since is not read again.
+
+    Data, depths and learning rate go on from where they are: the steps since, run again, would end in the same spike.
+    """
+    loaded = load_first_whole(engine, rollback_candidates(config, resumed_from))
+    if loaded is None:
+        log.say("there is no checkpoint yet to roll back to: only this step is left out")
+        return progress
+    checkpoint, then = loaded[0], Progress(**loaded[1])
+    spikes.losses = list(then.last_losses)
+    log.rollback(progress.step, checkpoint.name, then.position, progress.position)
+    return replace(progress, last_losses=then.last_losses)
 
 
 def data_parallel_place() -> dict[str, int]:
@@ -272,14 +302,14 @@ def train_step(
     device: torch.device,
     *,
     weight: Tensor | None = None,
-    spikes: SpikeDetector | None = None,
+    refuses: Callable[[Tensor], bool] | None = None,
     measure: bool,
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step over this rank's micro-batches.
 
     Args:
         weight: from `target_weight`; None where every target counts, and so equally.
-        spikes: judges the loss before the optimizer's step, which may be left out then.
+        refuses: whether to leave out the optimizer's step, given this rank's loss, fp32 scalar; the same on all ranks.
         measure: whether to take the core's statistics.
 
     Returns:
@@ -302,7 +332,7 @@ def train_step(
         engine.backward(loss)
         losses.append(loss.detach())
         core_statistics.append(measured)
-        if spikes is not None and len(losses) == len(batches) and spikes.refuses(torch.stack(losses).mean()):
+        if refuses is not None and len(losses) == len(batches) and refuses(torch.stack(losses).mean()):
             engine.optimizer.grad_partitions_flat_buffer[0] = float("inf")  # DeepSpeed leaves a step out whose gradients are not finite
         engine.step()
     return torch.stack(losses).mean(), torch.stack(core_statistics).mean(0)

@@ -1,17 +1,14 @@
 """Losses that stand out are found, and their steps left out on all ranks alike."""
 
-import json
 from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from pretrain.data import train_batches
 from pretrain.sources import configured_phases, open_sources
-from pretrain.spikes import LEAST, WINDOW, SpikeDetector
+from pretrain.spikes import LEAST, MOST_IN_A_ROW, WINDOW, Patience, SpikeDetector
 from pretrain.train import train_step
-from tests.distributed.launching import launcher, run, write_run
 from tests.distributed.runs import small_run, start
 from tests.ranks import run_ranks
 
@@ -47,17 +44,6 @@ def test_a_resumed_detector_judges_as_the_first() -> None:
     assert [SpikeDetector("log", 6.0, detector.losses).is_spike(loss) for loss in (3.5, 3.7, 4.2)] == [False, True, True]
 
 
-class Verdict(SpikeDetector):
-    """The answer is known before."""
-
-    def __init__(self, answer: bool) -> None:
-        super().__init__("skip", 6.0)
-        self.answer = answer
-
-    def refuses(self, rank_loss: Tensor) -> bool:
-        return self.answer
-
-
 def changes(dataset: Path) -> list[tuple[bool, bool]]:
     """In a rank, for a good, a refused and a good step: whether DeepSpeed applied it, and whether this rank's weights changed."""
     config = small_run(dataset)
@@ -70,7 +56,7 @@ def changes(dataset: Path) -> list[tuple[bool, bool]]:
     for refused in (False, True, False):
         batches = list(islice(stream, engine.gradient_accumulation_steps()))
         before = [group.clone() for group in engine.optimizer.fp32_partitioned_groups_flat]
-        train_step(engine, batches, 2, 1e-3, torch.device("cpu"), spikes=Verdict(refused), measure=False)
+        train_step(engine, batches, 2, 1e-3, torch.device("cpu"), refuses=(lambda _: True) if refused else None, measure=False)
         after = engine.optimizer.fp32_partitioned_groups_flat
         found.append((engine.was_step_applied(), any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))))
     return found
@@ -80,17 +66,15 @@ def test_a_refused_step_changes_no_weight_and_the_next_one_does(dataset: Path) -
     assert run_ranks(changes, 2, dataset) == [[(True, True), (False, False), (True, True)]] * 2
 
 
-def test_a_run_leaves_out_the_steps_of_spikes_and_records_their_positions(dataset: Path, tmp_path: Path) -> None:
-    """With a threshold that ordinary losses pass, where they do not fall."""
-    command = [*write_run(tmp_path, dataset), "--schedule.total_tokens", str(48 * 4 * 32), "--eval.every_steps", "100"]
-    command += ["--schedule.learning_rate", "1e-9", "--schedule.min_learning_rate", "0"]
-    ended = run(launcher("plain", 1), [*command, "--optim.spike_policy", "skip", "--optim.spike_threshold", "0.5"])
-    ended.check_succeeded()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    spikes = [row for row in rows if "spike_loss" in row]
-    assert spikes
-    for row in spikes:
-        assert row["step"] > LEAST
-        assert (row["spike_first_position"], row["spike_end_position"]) == (4 * (row["step"] - 1), 4 * row["step"])
-        assert f"step {row['step']}/48  SKIPPED" in ended.output
-    assert ended.output.count("SKIPPED") == len(spikes) == sum(row.get("skipped_steps", 0) for row in rows)
+def test_patience_ends_with_too_many_steps_in_a_row_or_rollbacks_to_one_checkpoint() -> None:
+    patience = Patience()
+    for _ in range(2):
+        for _ in range(MOST_IN_A_ROW - 1):
+            patience.after_step(applied=False)
+        assert patience.is_over is None
+        patience.after_step(applied=True)
+    for saved_step in (100, 200, 200, 200):
+        patience.before_rollback(saved_step)
+        assert patience.is_over is None
+    patience.before_rollback(200)
+    assert patience.is_over == "3 rollbacks to the same checkpoint did not help"

@@ -36,7 +36,7 @@ def write_steps(run: RunConfig, start: int, stop: int, loss: float, rank: int = 
         if start == 0:
             log.validation(0, {0: 5.0, 1: 4.0, 2: 3.5}, {}, full_depth=2)
         for step in range(start + 1, stop + 1):
-            log.advance(step, skipped=not applied)
+            log.advance(step, applied=applied, spike=False)
             speed = {"tokens_per_second": 100.0, "data_wait": 0.02}
             log.train_step(Progress(step, 8 * step, 256 * step), loss, 2, 1e-3, 0.25, speed, torch.tensor([[0.9, 0.1], [0.8, 0.2]]))
 
@@ -99,7 +99,7 @@ def test_a_skipped_step_is_said_and_counted(run: RunConfig, capsys: pytest.Captu
 def test_skipped_steps_between_rows_are_counted_once(run: RunConfig) -> None:
     with MetricsLog(run, 0, 0, total_steps=16) as log:
         for step, skipped in ((1, True), (2, True), (3, False), (4, False)):
-            log.advance(step, skipped)
+            log.advance(step, applied=not skipped, spike=False)
             if step in (3, 4):
                 log.train_step(Progress(step), 2.0, 0, 1e-3, 0.25, {"tokens_per_second": 1.0, "data_wait": 0.0}, torch.zeros(0, 2))
     assert [row["skipped_steps"] for row in rows(run)] == [2, 0]

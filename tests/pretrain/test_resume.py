@@ -13,7 +13,7 @@ from model.config import GRTConfig
 from pretrain.checkpoint_reader import FORMAT, LATEST, MANIFEST, CheckpointError, sign_manifest
 from pretrain.config import CheckpointConfig, EvalConfig, LogConfig, OptimConfig, ParallelConfig, RunConfig
 from pretrain.mixture import Mixture
-from pretrain.resume import Progress, find_checkpoint, identity, stream_phases
+from pretrain.resume import Progress, find_checkpoint, identity, rollback_candidates, stream_phases
 from pretrain.schedule import ScheduleConfig
 from pretrain.sources import DataConfig, SourceConfig, open_sources
 
@@ -82,6 +82,15 @@ def test_a_run_without_a_whole_checkpoint_starts_afresh_only_when_it_is_asked_to
     ):
         find(run)
     assert find(resume(run, "none")) is None
+
+
+def test_a_run_rolls_back_to_checkpoints_that_it_has_without_interruptions_too(run: RunConfig, tmp_path: Path) -> None:
+    run = changed(run, "checkpoint", every_steps=10)
+    assert rollback_candidates(run, None) == []
+    for step in (10, 20, 23):
+        save(run, step)
+    assert [path.name[-2:] for path in rollback_candidates(run, tmp_path / "other")] == ["20", "10", "23"]
+    assert rollback_candidates(changed(run, "checkpoint", every_steps=9), None)[0].name[-2:] == "23"
 
 
 def test_existing_checkpoints_are_not_overwritten_by_a_fresh_start(run: RunConfig) -> None:
