@@ -30,7 +30,7 @@ from tests.ranks import REPOSITORY, SETTING
 KILLS = 50
 STEPS, SAVE_EVERY = 20, 4
 LAST = f"step_{STEPS:08d}"
-OTHER_ENDS = 30  # seconds, within which the other rank does
+OTHER_ENDS = 60  # seconds, within which the other rank does
 
 
 @dataclass
