@@ -116,8 +116,8 @@ def write_snapshot(snapshot: Snapshot, directory: Path, keep: "Keep", group: dis
             if first:
                 _publish(temporary, final, snapshot.manifest | {"files": files})
     except CheckpointError:
-        with _every_rank(f"cannot remove {temporary}", group):
-            if first:
+        if first:
+            with contextlib.suppress(OSError):  # a disk that is read-only now; the next save tries again
                 _remove_leftovers(directory)
         raise
     with _every_rank(f"{final} is complete, but older checkpoints cannot be removed", group):

@@ -7,9 +7,10 @@ shard] for a parameter that is split over tensor-parallel ranks.
 """
 
 import hashlib
+import itertools
 import json
-import logging
 import math
+import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,8 +24,6 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"  # a file beside the checkpoints: the name of the one that was saved last
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-
-logger = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
@@ -96,10 +95,35 @@ def find_newest(directory: Path) -> Path | None:
 
     `latest` goes first because a run that went back to an earlier checkpoint leaves higher steps of an abandoned course.
     """
-    candidates = sorted(directory.glob("step_*"), reverse=True)
-    if (directory / LATEST).is_file():
-        candidates.insert(0, directory / (directory / LATEST).read_text().strip())
-    return next(filter(is_complete, candidates), None)
+    return next(filter(is_complete, _candidates(directory)), None)
+
+
+def passed_over(directory: Path, chosen: Path | None) -> list[str]:
+    """What a user should know of that which `find_newest` looked at before `chosen` (None: of all), a sentence each."""
+    sentences = []
+    latest = directory / LATEST
+    if latest.exists() and _named(latest) is None:
+        sentences.append(f"{latest} is damaged and names no checkpoint: the one of the highest step is taken for the newest")
+    for candidate in itertools.takewhile(lambda path: path != chosen, _candidates(directory)):
+        reason = _why_incomplete(candidate)
+        if reason is not None:
+            sentences.append(f"{candidate} is passed over: {reason}")
+    return list(dict.fromkeys(sentences))
+
+
+def _candidates(directory: Path) -> list[Path]:
+    """What may be the newest checkpoint, the likeliest first."""
+    named = _named(directory / LATEST)
+    return [*([] if named is None else [named]), *sorted(directory.glob("step_*"), reverse=True)]
+
+
+def _named(latest: Path) -> Path | None:
+    """The checkpoint that the file `latest` names; None where it is absent or damaged."""
+    try:
+        name = latest.read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return latest.parent / name if re.fullmatch(r"step_\d{8,}", name) else None
 
 
 def earlier_checkpoints(checkpoint: Path) -> list[Path]:
@@ -110,13 +134,16 @@ def earlier_checkpoints(checkpoint: Path) -> list[Path]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether all its files are there in their sizes; what is missing is logged. Their contents are `verify`'s to check."""
+    """Whether all its files are there in their sizes. Their contents are `verify`'s to check."""
+    return _why_incomplete(checkpoint) is None
+
+
+def _why_incomplete(checkpoint: Path) -> str | None:
     try:
         CheckpointReader(checkpoint)
     except CheckpointError as error:
-        logger.warning("ignored %s: %s", checkpoint, error)
-        return False
-    return True
+        return str(error)
+    return None
 
 
 def sign_manifest(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint_reader import CheckpointReader, earlier_checkpoints, find_newest
+from pretrain.checkpoint_reader import CheckpointReader, earlier_checkpoints, find_newest, passed_over
 from pretrain.config import RunConfig
 from pretrain.mixture import Phase, continued
 from pretrain.shards import Index
@@ -70,12 +70,18 @@ def find_checkpoint(config: RunConfig, current: dict[str, Any]) -> Path | None:
     It is the newest complete one of the run directory. While that has none, it is the one that checkpoint.resume names, if any.
 
     Raises:
-        ValueError: there is none where one was asked for, the run directory would be overwritten, or a setting differs.
+        ValueError: there is none where one was asked for, those of the run directory are all damaged or would be overwritten, or a
+            setting differs.
     """
-    resume = config.checkpoint.resume
-    newest = find_newest(config.run_dir / "checkpoints")
+    resume, directory = config.checkpoint.resume, config.run_dir / "checkpoints"
+    newest = find_newest(directory)
     if resume == "none" and newest is not None:
         raise ValueError(f"{config.run_dir} holds checkpoints, up to {newest.name}. Choose another run_dir, or checkpoint.resume auto.")
+    if resume != "none" and newest is None and any(directory.glob("step_*")):
+        raise ValueError(
+            f"{directory} holds no whole checkpoint: {'; '.join(passed_over(directory, None))}. Restore what is missing, or give them up: "
+            "--checkpoint.resume none starts again from step 0."
+        )
     if resume in ("none", "auto") and newest is None:
         return None
     chosen = newest or Path(resume)

@@ -70,26 +70,29 @@ class CheckpointSaver:
             CheckpointError: on every rank, when none succeeded.
         """
         self.wait()
-        for attempt in range(1, LAST_ATTEMPTS + 1):
-            if self.saved_step == progress["step"]:
-                return
-            if attempt > 1:
-                time.sleep(LAST_PAUSE)
+        self.warn_of_failures()
+        if self.saved_step == progress["step"]:
+            return
+        for attempts_left in reversed(range(LAST_ATTEMPTS)):
             self.save(engine, progress, config, identity)
             self.wait()
-            failure = self.warn_of_failures()
-        if failure is not None:
-            raise CheckpointError(f"{failure}; after {LAST_ATTEMPTS} attempts the run ends without step {progress['step']}")
+            failure = self.warn_of_failures(f"It is tried again in {LAST_PAUSE:g} s." if attempts_left else "That was the last attempt.")
+            if failure is None:
+                return
+            if attempts_left:
+                time.sleep(LAST_PAUSE)
+        raise CheckpointError(f"{failure}; after {LAST_ATTEMPTS} attempts the run ends without step {progress['step']}")
 
-    def warn_of_failures(self) -> str | None:
-        """Says what went wrong with the writes that have ended since the last time; returns what went wrong with the last one."""
+    def warn_of_failures(self, then: str = "It is tried again soon.") -> str | None:
+        """Says what went wrong with the writes that have ended since the last time, and what comes `then`; returns what went wrong with
+        the last one."""
         failure = None
         while not self._failures.empty():
             error = self._failures.get()
             if not isinstance(error, CheckpointError):
                 raise error
             failure = str(error)
-            self._warn(f"NOT SAVED: {failure}. It is tried again soon.")
+            self._warn(f"NOT SAVED: {failure}. {then}")
             self._retry_at = time.monotonic() + RETRY_SECONDS
         return failure
 

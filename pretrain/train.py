@@ -4,7 +4,6 @@ The same file runs under torchrun, srun, mpirun, and as one plain process. `trai
 an optimizer step, then logging, validation and checkpoints when they are due.
 """
 
-import fcntl
 import math
 import os
 import sys
@@ -27,7 +26,7 @@ from model.ops import fused
 from model.parallel import ParallelGroups, initialize_model_parallel
 from pretrain.agreement import DisagreementError, require_same_run
 from pretrain.checkpoint import Keep, load_first_whole, take_snapshot
-from pretrain.checkpoint_reader import CheckpointError, earlier_checkpoints
+from pretrain.checkpoint_reader import CheckpointError, earlier_checkpoints, passed_over
 from pretrain.config import RunConfig, parse_arguments
 from pretrain.data import Batch, train_batches, validation_batches
 from pretrain.description import about_run, describe_run
@@ -39,6 +38,7 @@ from pretrain.evidence import CannotGoOnError, stop_with_evidence
 from pretrain.memory import settle
 from pretrain.metrics import MetricsLog, Speedometer
 from pretrain.resume import Progress, find_checkpoint, identity, rollback_candidates, stream_phases
+from pretrain.run_directory import hold_run_dir, make_run_dir
 from pretrain.saving import CheckpointSaver
 from pretrain.schedule import learning_rate
 from pretrain.shards import DatasetError, Index
@@ -125,10 +125,7 @@ def check_before_start(
     phases = stream_phases(config, sources, checkpoint)
     require_epochs(config.data, sources, phases, last, config.seed, slack=config.optim.global_batch_size)
     topology.check_port_free()
-    try:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"run_dir {config.run_dir} cannot be made ({error.strerror}). Choose another: --run_dir DIR.") from error
+    make_run_dir(config.run_dir)
     if topology.rank == 0:
         hold_run_dir(config.run_dir)
     return config, ds_config, sources, checkpoint
@@ -139,21 +136,6 @@ def device_bytes(topology: Topology) -> int:
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(topology.local_rank).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // topology.local_world_size
-
-
-def hold_run_dir(run_dir: Path) -> None:
-    """Keeps a second run out of the directory until this process ends, however it ends.
-
-    A POSIX lock: unlike flock's, it is not inherited by data workers, which outlive a killed trainer by seconds.
-
-    Raises:
-        ValueError: another run holds it.
-    """
-    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT)  # closed with the process
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        raise ValueError(f"Another run is at work in {run_dir}. Wait for its end or stop it, or choose another: --run_dir DIR.") from error
 
 
 def train(
@@ -188,6 +170,8 @@ def train(
         CheckpointSaver(config.run_dir / "checkpoints", keep, progress.step, log.say) as saver,
     ):
         log.say(f"{'resumed from ' + str(checkpoint) if checkpoint else 'fresh start'}: step {progress.step} of {total_steps}")
+        for sentence in passed_over(config.run_dir / "checkpoints", checkpoint):
+            log.say(f"warning: {sentence}")
         for line in about_run(config, sources, progress):
             log.say(line)
         if progress.step == 0:

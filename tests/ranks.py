@@ -73,13 +73,30 @@ def trainer_processes() -> ForkServerContext:
 
 
 def be_as_started(environment: dict[str, str], output: Path) -> None:
-    """Makes one of those processes like one that was started with this environment, its output to a file."""
+    """Makes one of those processes like one that was started with this environment, its output added to a file."""
     multiprocessing.set_start_method(None, force=True)  # or its data workers would be those of a fork server of their own
     os.environ.clear()
     os.environ.update(environment)
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+
+
+def run_trainer(options: list[str], environment: dict[str, str], output: Path) -> None:
+    """`python pretrain/train.py options` in one of those processes, which ends with it; it leads a session, as a launcher's ranks do."""
+    os.setsid()
+    os.chdir(REPOSITORY)
+    be_as_started(environment, output)
+    sys.argv = ["pretrain/train.py", *options]
+    from pretrain.train import main
+
+    try:
+        main()
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        raise
 
 
 def _module(function: Callable[..., Any]) -> str:

@@ -18,9 +18,9 @@ from pretrain.schedule import learning_rate
 from pretrain.sources import configured_phases, open_sources
 from pretrain.spikes import MOST_IN_A_ROW
 from pretrain.train import BAD_INPUT, train_step
-from tests.distributed.launching import launcher, run, write_run
+from tests.distributed.launching import write_run
 from tests.distributed.runs import start
-from tests.faults.runs import Process, same_state
+from tests.faults.runs import Process, same_state, start_ranks
 from tests.ranks import run_ranks
 from tokenizer.tokenizer import load_tokenizer
 from tools.dataset_writer import DatasetWriter
@@ -80,7 +80,7 @@ def checkpoint(folder: Path, step: int) -> Path:
 @pytest.mark.parametrize("policy", ["log", "skip"])
 def test_a_spike_is_said_and_its_step_left_out_only_with_skip(poisoned: Path, tmp_path: Path, policy: str) -> None:
     more = ["--optim.spike_policy", policy, "--checkpoint.every_steps", "1", "--checkpoint.keep", "6"]
-    run(launcher("plain", 1), options(tmp_path, poisoned, *more)).check_succeeded()
+    assert Process(options(tmp_path, poisoned, *more), tmp_path / "output").end() == 0
     (spike,) = rows(tmp_path, "spike_loss")
     assert spike["step"] == SPIKE and spike["spike_loss"] > 5
     assert (spike["spike_first_position"], spike["spike_end_position"]) == (FIRST, END)
@@ -138,14 +138,14 @@ def test_a_run_whose_data_stay_bad_ends_with_evidence_and_is_not_to_be_started_a
 ) -> None:
     dataset = poisoned_dataset(tmp_path, tokenizer_directory, FIRST + MOST_IN_A_ROW * BATCH)
     command = options(tmp_path / policy, dataset, "--optim.spike_policy", policy, "--checkpoint.every_steps", str(SAVED))
-    ended = run(launcher("torchrun", 2), [*command, "--schedule.total_tokens", str(90 * BATCH * LENGTH)])
+    ranks = start_ranks([*command, "--schedule.total_tokens", str(90 * BATCH * LENGTH)], tmp_path)
+    assert [rank.end() for rank in ranks] == [BAD_INPUT] * 2
     last, why = {
         "skip": (SPIKE + MOST_IN_A_ROW - 1, "20 steps in a row changed nothing"),
         "rollback": (SPIKE + 3, "3 rollbacks to the same checkpoint did not help"),
     }[policy]
-    (error,) = ended.errors
+    (error,) = [line for rank in ranks for line in rank.text.splitlines() if line.startswith("error")]
     assert f"{why}, up to step {last}: " in error and f"evidence/step_{last:08d}.json" in error
-    assert ended.output.count(f"exitcode  : {BAD_INPUT} ") == 2 and not ended.left_over
     evidence = json.loads((tmp_path / policy / "run" / "evidence" / f"step_{last:08d}.json").read_text())
     batches = evidence["micro_batches"]
     assert sorted(position for batch in batches for position in batch["positions"]) == list(range((last - 1) * BATCH, last * BATCH))

@@ -14,16 +14,15 @@ from pretrain.engine import initialize_distributed
 from pretrain.topology import Topology
 from pretrain.watchdog import HUNG, Watchdog
 from tests.distributed.launching import write_run
-from tests.faults.runs import Process
-from tests.ranks import free_port, run_ranks
+from tests.faults.runs import Process, start_ranks
+from tests.ranks import run_ranks
 
 LIMIT = 12
 
 
 def two_ranks(folder: Path, dataset: Path) -> list[Process]:
     command = [*write_run(folder, dataset), "--watchdog_seconds", str(LIMIT), "--schedule.total_tokens", "10000000"]
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [Process(command, folder / f"output{rank}", world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    ranks = start_ranks(command, folder)
     ranks[0].wait_for("step 3/78125  loss")
     return ranks
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pretrain.checkpoint import Keep, take_snapshot, write_snapshot
-from pretrain.checkpoint_reader import KINDS, CheckpointError, CheckpointReader, find_newest
+from pretrain.checkpoint_reader import KINDS, CheckpointError, CheckpointReader, find_newest, passed_over
 from tests import toy_engine
 from tests.ranks import run_ranks
 
@@ -116,6 +116,18 @@ def test_newest_is_what_latest_names_then_the_highest_complete_step(checkpoint: 
     assert find_newest(directory) == directory / "step_00000003"
     (directory / "latest").write_text("step_00000005\n")
     assert find_newest(directory) == directory / "step_00000004"
+    missing = directory / "step_00000005" / "manifest.json"
+    sentence = f"{directory}/step_00000005 is passed over: no complete checkpoint: {missing} is missing"
+    assert passed_over(directory, directory / "step_00000004") == [sentence]  # once, though it is the newest by name and by `latest`
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"step_0000", b"/etc/passwd", b".", b"\xff\0\0"])
+def test_a_damaged_latest_names_nothing_and_is_told(checkpoint: Path, content: bytes) -> None:
+    directory = checkpoint.parent
+    (directory / "latest").write_bytes(content)
+    assert find_newest(directory) == checkpoint
+    (sentence,) = passed_over(directory, checkpoint)
+    assert sentence.startswith(f"{directory}/latest is damaged")
 
 
 def test_there_is_no_newest_in_a_directory_that_is_empty_or_absent(tmp_path: Path) -> None:
