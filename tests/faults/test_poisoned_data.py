@@ -79,13 +79,14 @@ def checkpoint(folder: Path, step: int) -> Path:
 
 @pytest.mark.parametrize("policy", ["log", "skip"])
 def test_a_spike_is_said_and_its_step_left_out_only_with_skip(poisoned: Path, tmp_path: Path, policy: str) -> None:
-    more = ["--optim.spike_policy", policy, "--checkpoint.every_steps", "1", "--checkpoint.keep", "6"]
+    more = ["--optim.spike_policy", policy, "--checkpoint.every_steps", "1000", "--log.digest_every_steps", "1"]
     assert Process(options(tmp_path, poisoned, *more), tmp_path / "output").end() == 0
     (spike,) = rows(tmp_path, "spike_loss")
     assert spike["step"] == SPIKE and spike["spike_loss"] > 5
     assert (spike["spike_first_position"], spike["spike_end_position"]) == (FIRST, END)
-    assert same_state(checkpoint(tmp_path, SPIKE - 1), checkpoint(tmp_path, SPIKE)) == (policy == "skip")
-    assert not same_state(checkpoint(tmp_path, SPIKE), checkpoint(tmp_path, SPIKE + 1))
+    starts_from = {row["step"]: row["weights_digest"] for row in rows(tmp_path, "weights_digest")}
+    assert (starts_from[SPIKE] == starts_from[SPIKE + 1]) == (policy == "skip")
+    assert len(set(starts_from.values())) == STEPS - (policy == "skip")
 
 
 def from_checkpoint(command: list[str], saved: Path, folder: Path) -> None:
