@@ -18,6 +18,7 @@ from pretrain.ds_config import load_ds_config
 from pretrain.engine import average_over_ranks, build_engine, initialize_distributed
 from pretrain.schedule import ScheduleConfig, learning_rate
 from pretrain.sources import DataConfig, configured_phases, open_sources
+from pretrain.spikes import SpikeDetector
 from pretrain.topology import Topology
 from pretrain.train import train_step
 from tests.ranks import REPOSITORY
@@ -61,7 +62,7 @@ def start(config: RunConfig, stage: int = 3) -> DeepSpeedEngine:
     return build_engine(config, ds_config)
 
 
-def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int) -> list[float]:
+def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int, spikes: SpikeDetector | None = None) -> list[float]:
     """Losses of the first `steps` steps, over the global batch."""
     groups = ParallelGroups()
     sources = open_sources(config.data)
@@ -81,6 +82,6 @@ def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int) -> list[fl
         micro_batches = list(islice(batches, engine.gradient_accumulation_steps()))
         rate = learning_rate(config.schedule, (step + 1) * config.tokens_per_step)
         depth = sample_depth(config.model, config.seed, step)
-        loss, _ = train_step(engine, micro_batches, depth, rate, torch.device("cpu"), measure=False)
+        loss, _ = train_step(engine, micro_batches, depth, rate, torch.device("cpu"), spikes=spikes, measure=False)
         losses.append(float(average_over_ranks(loss)))
     return losses
