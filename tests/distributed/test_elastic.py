@@ -14,10 +14,11 @@ import torch
 import yaml
 from deepspeed import DeepSpeedEngine
 
-from pretrain import train
-from pretrain.checkpoint import load_newest_whole
+from pretrain import saving, train
+from pretrain.checkpoint import Snapshot, load_newest_whole, take_snapshot
 from pretrain.checkpoint_reader import CheckpointReader
 from tests.distributed.launching import train_losses, write_run
+from tests.distributed.runs import run_steps, small_run, start
 from tests.ranks import run_ranks
 from tests.toy_engine import full_state
 
@@ -48,23 +49,33 @@ def write_options(folder: Path, dataset: Path, steps: int, precision: str) -> li
     return options[:2]
 
 
-def leg(options: list[str], last: int) -> list[str]:
-    """In a rank: trains until step `last`. Returns the masters and moments which, merged over all ranks, were not those of the checkpoint
-    right after the load."""
+def leg(folder: Path, options: list[str], last: int) -> list[str]:
+    """In a rank: trains until step `last` and leaves in `folder` all masters and moments, merged over the ranks, as they were when saved.
+    Returns those which, right after the load, were not as the leg before left them, or not as the checkpoint has them."""
     differing: list[str] = []
+
+    def save(engine: DeepSpeedEngine, *arguments: Any) -> Snapshot:
+        state = full_state(engine)
+        if torch.distributed.get_rank() == 0:
+            torch.save(state, folder / "state.pt")
+        return take_snapshot(engine, *arguments)
 
     def load(engine: DeepSpeedEngine, candidates: list[Path]) -> tuple[Path, dict[str, Any]]:
         found = load_newest_whole(engine, candidates)
-        reader = CheckpointReader(found[0])
+        left, reader = torch.load(folder / "state.pt"), CheckpointReader(found[0])
         for name, tensor in full_state(engine).items():
             kind, _, parameter = name.partition("/")
-            if not torch.equal(tensor, reader.read(parameter, kind)):
+            if not torch.equal(tensor, left[name]) or not torch.equal(tensor, reader.read(parameter, kind)):
                 differing.append(name)
         assert reader.manifest["optimizer_step"] == last - STEPS
         return found
 
-    command = mock.patch.object(sys, "argv", ["train.py", *options])
-    with command, mock.patch.object(train, "load_newest_whole", load), mock.patch.object(train, "steps_to_end", lambda *_: last):
+    with (
+        mock.patch.object(sys, "argv", ["train.py", *options]),
+        mock.patch.object(saving, "take_snapshot", save),
+        mock.patch.object(train, "load_newest_whole", load),
+        mock.patch.object(train, "steps_to_end", lambda *_: last),
+    ):
         train.main()
     return differing
 
@@ -75,7 +86,7 @@ def travel(folder: Path, dataset: Path, route: list[Layout], steps: int, precisi
     for number, layout in enumerate(route, start=1):
         last = steps if len(route) == 1 else number * STEPS
         ds_config = ["--ds_config", str(folder / f"stage{layout.stage}.json"), "--parallel.tensor_parallel", str(layout.tensor_parallel)]
-        ranks = run_ranks(leg, layout.tensor_parallel * layout.data_parallel, [*options, *ds_config], last)
+        ranks = run_ranks(leg, layout.tensor_parallel * layout.data_parallel, folder, [*options, *ds_config], last)
         assert ranks == [[]] * len(ranks), layout
     return train_losses(folder / "run")
 
@@ -90,3 +101,50 @@ def check_route(folder: Path, dataset: Path, route: list[Layout], tolerance: flo
 
 def test_a_run_goes_on_over_other_ranks_and_at_other_stages(dataset: Path, tmp_path: Path) -> None:
     check_route(tmp_path, dataset, [HOME, Layout(2, 1, 1), Layout(1, 2, 2), Layout(1, 1, 1), HOME], 1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [3, 2, 1])
+def test_a_run_goes_on_at_every_layout_and_back(dataset: Path, tmp_path: Path, stage: int) -> None:
+    layouts = [Layout(2, 1, stage), Layout(2, 2, stage), Layout(1, 4, stage), Layout(1, 1, stage)]
+    check_route(tmp_path, dataset, [HOME, *(leg for layout in layouts for leg in (layout, HOME))], 1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-4)])
+def test_a_run_goes_from_any_stage_to_any_other(dataset: Path, tmp_path: Path, precision: str, tolerance: float) -> None:
+    route = [
+        HOME,
+        Layout(2, 2, 1),
+        Layout(1, 4, 2),
+        Layout(2, 1, 3),
+        Layout(1, 2, 2),
+        Layout(2, 2, 2),
+        Layout(1, 1, 1),
+        Layout(1, 4, 1),
+        HOME,
+    ]
+    check_route(tmp_path, dataset, route, tolerance, precision)
+
+
+def bf16_runs(dataset: Path) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """In a rank: losses and final state of 20 steps of 4 micro-batches in fp32, and in bf16 at each stage."""
+    found = []
+    for stage, precision in ((3, "fp32"), (3, "bf16"), (2, "bf16"), (1, "bf16")):
+        config = small_run(dataset, precision=precision, core_residency="auto" if stage < 3 else "step", micro_batch_size=1)
+        engine = start(config, stage)
+        found.append((run_steps(engine, config, 20), full_state(engine)))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.nightly
+def test_bf16_is_as_close_to_fp32_at_every_stage(dataset: Path) -> None:
+    """DeepSpeed 0.19.8 has another optimizer class for bf16 with fp32 gradients at each stage."""
+    (losses, exact), *others = run_ranks(bf16_runs, 2, dataset)[0]
+    masters = [name for name in exact if name.startswith("master/")]
+    size = sum(float(exact[name].square().sum()) for name in masters) ** 0.5
+    distances = [sum(float((state[name] - exact[name]).square().sum()) for name in masters) ** 0.5 / size for _, state in others]
+    assert max(distances) < 2e-3 and distances == pytest.approx([distances[0]] * 3, rel=0.1)
+    for own, _ in others:
+        assert own == pytest.approx(losses, rel=1e-3)
