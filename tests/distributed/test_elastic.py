@@ -42,7 +42,9 @@ def write_options(folder: Path, dataset: Path, steps: int, precision: str) -> li
     config["model"] |= {"core_blocks": 2, "min_depth": 0, "max_depth": 3, "depth_sampler": "stratified"}
     config["optim"] |= {"precision": precision, "initial_batch_size": 4, "global_batch_size": 8, "ramp_tokens": 3 * 4 * 32}
     config["schedule"]["total_tokens"] = (3 * 4 + (steps - 3) * 8) * 32
-    config["checkpoint"]["every_steps"] = config["eval"]["every_steps"] = steps
+    config["checkpoint"]["every_steps"] = steps
+    config["eval"] |= {"every_steps": steps, "max_sequences": 2, "depths": [1]}
+    config["data"]["workers"] = 0
     path.write_text(yaml.safe_dump(config))
     for stage in (1, 2, 3):
         (folder / f"stage{stage}.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
