@@ -1,6 +1,7 @@
 """A small run inside a rank started by `tests.ranks`: the trainer's own parts, without its loop."""
 
 import os
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from pretrain.ds_config import load_ds_config
 from pretrain.engine import average_over_ranks, build_engine, initialize_distributed
 from pretrain.schedule import ScheduleConfig, learning_rate
 from pretrain.sources import DataConfig, configured_phases, open_sources
-from pretrain.spikes import SpikeDetector
 from pretrain.topology import Topology
 from pretrain.train import train_step
 from tests.ranks import REPOSITORY
@@ -62,7 +62,7 @@ def start(config: RunConfig, stage: int = 3) -> DeepSpeedEngine:
     return build_engine(config, ds_config)
 
 
-def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int, spikes: SpikeDetector | None = None) -> list[float]:
+def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int, refuses: Callable[[torch.Tensor], bool] | None = None) -> list[float]:
     """Losses of the first `steps` steps, over the global batch."""
     groups = ParallelGroups()
     sources = open_sources(config.data)
@@ -82,6 +82,6 @@ def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int, spikes: Sp
         micro_batches = list(islice(batches, engine.gradient_accumulation_steps()))
         rate = learning_rate(config.schedule, (step + 1) * config.tokens_per_step)
         depth = sample_depth(config.model, config.seed, step)
-        loss, _ = train_step(engine, micro_batches, depth, rate, torch.device("cpu"), spikes=spikes, measure=False)
+        loss, _ = train_step(engine, micro_batches, depth, rate, torch.device("cpu"), refuses=refuses, measure=False)
         losses.append(float(average_over_ranks(loss)))
     return losses

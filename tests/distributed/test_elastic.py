@@ -15,7 +15,7 @@ import yaml
 from deepspeed import DeepSpeedEngine
 
 from pretrain import saving, train
-from pretrain.checkpoint import Snapshot, load_newest_whole, take_snapshot
+from pretrain.checkpoint import Snapshot, load_first_whole, take_snapshot
 from pretrain.checkpoint_reader import CheckpointReader
 from tests.distributed.launching import train_losses, write_run
 from tests.distributed.runs import run_steps, small_run, start
@@ -62,8 +62,10 @@ def leg(folder: Path, options: list[str], last: int) -> list[str]:
             torch.save(state, folder / "state.pt")
         return take_snapshot(engine, *arguments)
 
-    def load(engine: DeepSpeedEngine, candidates: list[Path]) -> tuple[Path, dict[str, Any]]:
-        found = load_newest_whole(engine, candidates)
+    def load(engine: DeepSpeedEngine, candidates: list[Path]) -> tuple[Path, dict[str, Any]] | None:
+        found = load_first_whole(engine, candidates)
+        if found is None:
+            return None
         left, reader = torch.load(folder / "state.pt"), CheckpointReader(found[0])
         for name, tensor in full_state(engine).items():
             kind, _, parameter = name.partition("/")
@@ -75,7 +77,7 @@ def leg(folder: Path, options: list[str], last: int) -> list[str]:
     with (
         mock.patch.object(sys, "argv", ["train.py", *options]),
         mock.patch.object(saving, "take_snapshot", save),
-        mock.patch.object(train, "load_newest_whole", load),
+        mock.patch.object(train, "load_first_whole", load),
         mock.patch.object(train, "steps_to_end", lambda *_: last),
     ):
         train.main()

@@ -5,9 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
-from pretrain.spikes import SpikeDetector
 from pretrain.zero_state import own_master
 from tests.distributed.runs import run_steps, small_run, start
 from tests.ranks import run_ranks
@@ -21,14 +19,6 @@ class Step(NamedTuple):
     norm: float
 
 
-class Refusal(SpikeDetector):
-    def __init__(self) -> None:
-        super().__init__("skip", 6.0)
-
-    def refuses(self, rank_loss: Tensor) -> bool:
-        return True
-
-
 def steps(dataset: Path, stage: int, precision: str) -> list[Step]:
     """A good step, one with infinite gradients on rank 1, a good one, one that is refused, a good one."""
     config = small_run(dataset, precision=precision, core_residency="auto" if stage < 3 else "step")
@@ -38,7 +28,7 @@ def steps(dataset: Path, stage: int, precision: str) -> list[Step]:
         before = [own_master(engine, parameter).clone() for parameter in engine.module.parameters()]
         infinite = kind == "infinite" and torch.distributed.get_rank() == 1
         poison = engine.module.final_norm.weight.register_hook(lambda grad: grad * float("inf")) if infinite else None
-        run_steps(engine, config, 1, spikes=Refusal() if kind == "refused" else None)
+        run_steps(engine, config, 1, refuses=(lambda _: True) if kind == "refused" else None)
         if poison is not None:
             poison.remove()
         pairs = zip(before, engine.module.parameters(), strict=True)
