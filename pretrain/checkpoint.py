@@ -1,22 +1,22 @@
-"""A ZeRO-3 engine's state as a checkpoint on disk, and one of any layout back into an engine. Called by every rank.
+"""A ZeRO engine's state as a checkpoint on disk, and one of any layout and stage back into an engine. Called by every rank.
 
 Saving has two parts: `take_snapshot` copies the state, while training waits, and `write_snapshot` writes the copy, in any thread.
 
-Not here: the format and reading it without an engine (checkpoint_reader.py), when to save, what a resume may change,
-DeepSpeed's own checkpoint files. Each rank writes what it owns: a parameter's flat tensor, or its flat tensor-parallel shard,
-is cut over the data-parallel ranks as ZeRO-3 cuts it. Where something fails on one rank, every rank raises the same error.
+Not here: the format and reading it without an engine (checkpoint_reader.py), where an engine has its state (zero_state.py), when to
+save, what a resume may change, DeepSpeed's own checkpoint files. Each rank writes a part: a parameter's flat tensor, or its flat
+tensor-parallel shard, is cut over the data-parallel ranks as ZeRO-3 cuts it. Where something fails on one rank, every rank raises the
+same error.
 """
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,18 +40,12 @@ from pretrain.checkpoint_reader import (
     is_complete,
     sign_manifest,
 )
+from pretrain.zero_state import adam_states, begin_setting, end_setting, part_size, read_part, set_part, shard_shape
 
 TEMPORARY = ".tmp_"  # what begins so is rubbish: a save or a removal that did not end
 
 
-class Zero3Parameter(Protocol):
-    """What DeepSpeed and Megatron leave on a parameter of an engine and is used here. The parameter itself may be empty."""
-
-    requires_grad: bool
-    ds_shape: torch.Size  # of the tensor-parallel shard
-    ds_numel: int  # of the tensor-parallel shard
-    ds_tensor: torch.Tensor  # this rank's low-precision partition, padded
-    partition_dim: int  # where tensor_model_parallel is True
+Parameters = dict[str, Any]  # by name, with what DeepSpeed and Megatron leave on them
 
 
 # ---- saving ----
@@ -253,9 +247,7 @@ def _require_same_parameters(saved: dict[str, Any], model: dict[str, Any]) -> No
             raise CheckpointError(f"the parameter {name} is {saved[name]['shape']} in it and {model[name]['shape']} in the model")
 
 
-def _read_other_layout(
-    reader: CheckpointReader, parameters: dict[str, Zero3Parameter], partitions: dict[str, DTensor], layout: "Layout"
-) -> None:
+def _read_other_layout(reader: CheckpointReader, parameters: Parameters, partitions: dict[str, DTensor], layout: "Layout") -> None:
     """Fills the partitions from a checkpoint of another tensor-parallel size: one full tensor at a time in memory."""
     for name, parameter in parameters.items():
         dim = _tensor_parallel_dim(parameter)
@@ -290,26 +282,24 @@ class Layout:
         assert ranks[layout.tensor_rank, layout.data_rank] == dist.get_rank()
         return layout
 
-    def own_range(self, parameter: Zero3Parameter) -> slice:
+    def own_range(self, parameter: Any) -> slice:
         """The elements of the flat tensor-parallel shard that this data-parallel rank owns, without ZeRO's padding."""
-        size = math.ceil(parameter.ds_numel / self.data_size)
-        return slice(min(size * self.data_rank, parameter.ds_numel), min(size * (self.data_rank + 1), parameter.ds_numel))
+        size, numel = part_size(parameter, self.data_size), shard_shape(parameter).numel()
+        return slice(min(size * self.data_rank, numel), min(size * (self.data_rank + 1), numel))
 
-    def distribute(self, own: torch.Tensor, parameter: Zero3Parameter) -> DTensor:
+    def distribute(self, own: torch.Tensor, parameter: Any) -> DTensor:
         """The global tensor whose `own_range` on this rank is `own`. Shard's split into equal ceilings is ZeRO-3's."""
-        numel = parameter.ds_numel
+        numel = shard_shape(parameter).numel()
         if _tensor_parallel_dim(parameter) is None:
             return DTensor.from_local(own, self.mesh, (Replicate(), Shard(0)), run_check=False, shape=torch.Size([numel]), stride=(1,))
         shape = torch.Size([self.tensor_size, numel])
         return DTensor.from_local(own.view(1, -1), self.mesh, (Shard(0), Shard(1)), run_check=False, shape=shape, stride=(numel, 1))
 
 
-def _parameters(engine: DeepSpeedEngine) -> dict[str, Zero3Parameter]:
+def _parameters(engine: DeepSpeedEngine) -> Parameters:
     """The engine's parameters by name, after a check that it is of the kind whose state can be saved."""
-    if engine.zero_optimization_stage() != 3:
-        raise CheckpointError(
-            f"checkpoints need ZeRO stage 3, and ds_config has stage {engine.zero_optimization_stage()}: set zero_optimization.stage to 3"
-        )
+    if not engine.zero_optimization():
+        raise CheckpointError("checkpoints hold the state of ZeRO, and ds_config has stage 0: set zero_optimization.stage to 1, 2 or 3")
     optimizer = engine.optimizer.optimizer
     if not isinstance(optimizer, torch.optim.Adam):
         raise CheckpointError(f"checkpoints hold the state of torch's Adam or AdamW, and the optimizer is {type(optimizer)}")
@@ -320,33 +310,33 @@ def _parameters(engine: DeepSpeedEngine) -> dict[str, Zero3Parameter]:
     return parameters
 
 
-def _tensor_parallel_dim(parameter: Zero3Parameter) -> int | None:
+def _tensor_parallel_dim(parameter: Any) -> int | None:
     return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
 
 
-def _describe(parameters: dict[str, Zero3Parameter], layout: Layout) -> dict[str, dict[str, Any]]:
+def _describe(parameters: Parameters, layout: Layout) -> dict[str, dict[str, Any]]:
     """Full shape and tensor-parallel dimension of each parameter, as in the manifest."""
     described = {}
     for name, parameter in parameters.items():
         dim = _tensor_parallel_dim(parameter)
-        shape = [size * layout.tensor_size if index == dim else size for index, size in enumerate(parameter.ds_shape)]
+        shape = [size * layout.tensor_size if index == dim else size for index, size in enumerate(shard_shape(parameter))]
         described[name] = {"shape": shape, "tensor_parallel_dim": dim}
     return described
 
 
-def _read_partitions(engine: DeepSpeedEngine, parameters: dict[str, Zero3Parameter], layout: Layout) -> dict[str, DTensor]:
+def _read_partitions(engine: DeepSpeedEngine, parameters: Parameters, layout: Layout) -> dict[str, DTensor]:
     """A copy of the engine's state, `kind/name` to a tensor on the CPU."""
-    _adam_states(engine)
+    adam_states(engine)
     partitions = {}
     for name, parameter in parameters.items():
         own = layout.own_range(parameter)
         for kind in KINDS:
-            padded = engine.optimizer.get_local_fp32_param(parameter, _state_key(kind)).detach()
+            padded = read_part(engine, parameter, kind)
             partitions[f"{kind}/{name}"] = layout.distribute(padded[: own.stop - own.start].to("cpu", copy=True), parameter)
     return partitions
 
 
-def _empty_partitions(parameters: dict[str, Zero3Parameter], layout: Layout) -> dict[str, DTensor]:
+def _empty_partitions(parameters: Parameters, layout: Layout) -> dict[str, DTensor]:
     partitions = {}
     for name, parameter in parameters.items():
         own = layout.own_range(parameter)
@@ -355,50 +345,20 @@ def _empty_partitions(parameters: dict[str, Zero3Parameter], layout: Layout) -> 
     return partitions
 
 
-def _write_partitions(
-    engine: DeepSpeedEngine, parameters: dict[str, Zero3Parameter], partitions: dict[str, DTensor], optimizer_step: int
-) -> None:
-    """Puts the partitions into the engine.
-
-    DeepSpeed's safe_set_full_* functions will not do: they leave the low-precision weights stale until the next step, and
-    read past the end where the data-parallel size does not divide a parameter.
-    """
-    optimizer = engine.optimizer
-    optimizer.checkpoint_event_prologue()  # lets go of gathered weights: they hold the old values
-    for state in _adam_states(engine):
+def _write_partitions(engine: DeepSpeedEngine, parameters: Parameters, partitions: dict[str, DTensor], optimizer_step: int) -> None:
+    """Puts the partitions into the engine."""
+    begin_setting(engine)
+    for state in adam_states(engine):
         state["step"].fill_(optimizer_step)
     for name, parameter in parameters.items():
         for kind in KINDS:
-            own = partitions[f"{kind}/{name}"].to_local().flatten()
-            padding = parameter.ds_tensor.numel() - own.numel()
-            optimizer.set_local_hp_param(torch.nn.functional.pad(own, (0, padding)), parameter, _state_key(kind))
-    for sub_group in range(len(optimizer.fp16_groups)):
-        optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)  # as after a step: master to low precision
-    optimizer.checkpoint_event_epilogue()  # gathers again what is kept resident
-
-
-def _state_key(kind: str) -> str | None:
-    """What DeepSpeed calls it in the optimizer's state; the master is no part of that."""
-    return None if kind == "master" else kind
-
-
-def _adam_states(engine: DeepSpeedEngine) -> list[dict[str, torch.Tensor]]:
-    """Adam's state of each flat partition; made as Adam would make it where there has been no step yet."""
-    optimizer = engine.optimizer.optimizer
-    on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
-    states = []
-    for flat in engine.optimizer.fp32_partitioned_groups_flat:
-        state = optimizer.state[flat]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device if on_device else "cpu")
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat), torch.zeros_like(flat)
-        states.append(state)
-    return states
+            set_part(engine, parameter, kind, partitions[f"{kind}/{name}"].to_local().flatten())
+    end_setting(engine)
 
 
 def _optimizer_step(engine: DeepSpeedEngine) -> int:
     """Adam's step count: behind the run's where steps were skipped."""
-    return int(_adam_states(engine)[0]["step"])
+    return int(adam_states(engine)[0]["step"])
 
 
 # ---- ranks that agree, files that last ----

@@ -14,6 +14,7 @@ from torch import Tensor
 from model.parallel import ParallelGroups
 from pretrain.agreement import DisagreementError
 from pretrain.data import Batch
+from pretrain.zero_state import own_master
 
 PIECE = 2**22  # weights at once: 32 MiB as int64
 
@@ -48,7 +49,7 @@ def global_batch_digest(batches: Iterable[Batch], device: torch.device) -> int:
 
 
 def weights_digest(engine: DeepSpeedEngine) -> tuple[int, tuple[int, int] | None]:
-    """Of the fp32 master weights, the same for two runs of one layout. Called by every rank; one all-gather of 24 bytes a rank.
+    """Of the fp32 master weights, the same for two runs of one layout and stage. Called by every rank; one all-gather of 24 bytes a rank.
 
     Returns:
         it, and two ranks that hold different values of a weight that tensor-parallel ranks should have in common, if there are such. Where
@@ -69,10 +70,10 @@ def weights_digest(engine: DeepSpeedEngine) -> tuple[int, tuple[int, int] | None
 
 
 def _own_weights(engine: DeepSpeedEngine, is_split: bool) -> Iterator[tuple[int, Tensor]]:
-    """An odd number of its own and this rank's partition, fp32 [n], of each parameter that is split over tensor-parallel ranks, or not."""
+    """An odd number of its own and what this rank has, fp32 [n], of each parameter that is split over tensor-parallel ranks, or not."""
     for index, parameter in enumerate(engine.module.parameters()):
         if getattr(parameter, "tensor_model_parallel", False) == is_split:
-            yield 2 * index + 1, engine.optimizer.get_local_fp32_param(parameter).detach()
+            yield 2 * index + 1, own_master(engine, parameter)
 
 
 def _bits_digest(values: Tensor) -> int:

@@ -6,9 +6,15 @@ from typing import Any
 
 from pretrain.config import RunConfig
 
-# What changes how ZeRO-3 splits the parameters, or the numbers in them, with the values that leave it off: the checkpoint format and the
-# exact resume rely on ZeRO-3's own split.
+# What changes how ZeRO splits the parameters, the numbers in them, or that a step with gradients that are not finite is left out, with the
+# values that do not.
 OFF_VALUES: dict[str, tuple[Any, ...]] = {
+    "bf16.bf16_master_weights_and_grads": (False,),
+    "bf16.bf16_optimizer_states": (False,),
+    "bf16.check_grad_overflow": (True,),
+    "zero_optimization.compute_grad_norm": (True,),
+    "zero_optimization.round_robin_gradients": (False,),  # deepspeed 0.19.8 then mistakes which master is whose, at stages 1 and 2
+    "zero_optimization.zenflow": (),
     "zero_optimization.mics_shard_size": (-1, 0),
     "zero_optimization.zero_hpz_partition_size": (0, 1),
     "zero_optimization.zero_quantized_weights": (False,),
@@ -31,15 +37,7 @@ def load_ds_config(path: Path, config: RunConfig, data_parallel: int) -> dict[st
             setting, both values and what to do.
         FileNotFoundError: no such file.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"--ds_config {path} does not exist. configs/ds_zero3.json is one to start from.")
-    try:
-        ds_config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--ds_config {path} is not valid JSON: {error}") from error
-    if not isinstance(ds_config, dict):
-        raise ValueError(f"--ds_config {path} holds a JSON {type(ds_config).__name__}; DeepSpeed's config is an object.")
-    _refuse_unusable(ds_config, path)
+    ds_config = read_ds_config(path)
     _refuse_other_residency(ds_config, config, path)
     for key, value in _run_values(config, data_parallel).items():
         _settle(ds_config, key, value, path)
@@ -51,6 +49,24 @@ def load_ds_config(path: Path, config: RunConfig, data_parallel: int) -> dict[st
     left = list(_autos(ds_config))
     if left:
         raise ValueError(f"{path}: no value can be derived for {', '.join(left)}; give a number instead of 'auto'.")
+    return ds_config
+
+
+def read_ds_config(path: Path) -> dict[str, Any]:
+    """As it is in the file, after a check that a GRT run can use it.
+
+    Raises:
+        ValueError, FileNotFoundError: as `load_ds_config`.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"--ds_config {path} does not exist. configs/ds_zero3.json is one to start from.")
+    try:
+        ds_config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--ds_config {path} is not valid JSON: {error}") from error
+    if not isinstance(ds_config, dict):
+        raise ValueError(f"--ds_config {path} holds a JSON {type(ds_config).__name__}; DeepSpeed's config is an object.")
+    _refuse_unusable(ds_config, path)
     return ds_config
 
 
@@ -68,7 +84,7 @@ def _run_values(config: RunConfig, data_parallel: int) -> dict[str, Any]:
 
 
 def _tuned_values(config: RunConfig) -> dict[str, Any]:
-    """ZeRO-3 settings which, missing or "auto", are what this model and its residency need."""
+    """ZeRO settings which, missing or "auto", are what this model and its residency need. Stages 1 and 2 heed the last only."""
     model, residency = config.model, config.parallel.core_residency
     room, block = whole_trace(config), model.block_parameter_count
     # What is fetched ahead of a use stays until then: the core, too, from its forward to its backward pass. `loop` fetches nothing ahead.
@@ -93,7 +109,11 @@ def whole_trace(config: RunConfig) -> int:
 
 def _refuse_unusable(ds_config: dict[str, Any], path: Path) -> None:
     refusals = (
-        (_get(ds_config, "zero_optimization.stage") != 3, "zero_optimization.stage must be 3: the checkpoint format is ZeRO-3's"),
+        (
+            _get(ds_config, "zero_optimization.stage") not in (1, 2, 3),
+            "zero_optimization.stage must be 3, 2 or 1: without ZeRO, DeepSpeed keeps no fp32 weights beside bf16 ones, and takes steps "
+            "whose gradients are not finite",
+        ),
         (_get(ds_config, "fp16.enabled") is True, "fp16 is not offered: use optim.precision bf16 or fp32"),
         (
             "activation_checkpointing" in ds_config,
@@ -126,6 +146,12 @@ def _refuse_other_residency(ds_config: dict[str, Any], config: RunConfig, path: 
                 "runs several times in a forward pass would be reduced several times."
             )
     residency, room = config.parallel.core_residency, whole_trace(config)
+    stage = _get(ds_config, "zero_optimization.stage")
+    if stage < 3 and residency not in ("auto", "step"):
+        raise ValueError(
+            f"{path} says zero_optimization.stage = {stage}, which keeps all weights whole all the time, but parallel.core_residency is "
+            f"{residency}: set it to auto, or the stage to 3."
+        )
     for name in ("stage3_max_reuse_distance", "stage3_prefetch_bucket_size"):
         given = _get(ds_config, f"zero_optimization.{name}")
         if residency == "loop" and given not in (None, "auto", 0):

@@ -1,6 +1,6 @@
-"""The DeepSpeed engine of a run: process groups, model under ZeRO-3, AdamW.
+"""The DeepSpeed engine of a run: process groups, model under ZeRO, AdamW.
 
-One fact to know: the recurrent core is a ZeRO-3 leaf, gathered as a whole, so that its communication does not depend on the
+One fact to know: at stage 3 the recurrent core is a leaf, gathered as a whole, so that its communication does not depend on the
 depth. How long it then stays gathered is `parallel.core_residency`.
 """
 
@@ -20,6 +20,7 @@ from model.layers import Block
 from model.parallel import ParallelGroups, layer_config, sum_replicated_gradients
 from pretrain.config import RunConfig
 from pretrain.topology import Topology
+from pretrain.zero_state import is_partitioned, shard_shape
 
 
 def initialize_distributed(topology: Topology, tensor_parallel: int) -> torch.device:
@@ -37,7 +38,7 @@ def initialize_distributed(topology: Topology, tensor_parallel: int) -> torch.de
 
 
 def build_engine(config: RunConfig, ds_config: dict[str, Any]) -> DeepSpeedEngine:
-    """The model, under ZeRO-3 partitioned as it is built, and its optimizer."""
+    """The model, at ZeRO stage 3 partitioned as it is built, and its optimizer."""
     dtype = torch.bfloat16 if config.optim.precision == "bf16" else torch.float32
     groups = ParallelGroups()
     parallel = config.parallel
@@ -77,13 +78,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     others: list[nn.Parameter] = []
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            shape = getattr(parameter, "ds_shape", parameter.shape)  # under zero.Init every parameter has one dimension
+            shape = shard_shape(parameter)  # under zero.Init every parameter has one dimension
             (decayed if len(shape) == 2 and not isinstance(module, PositionEmbedding) else others).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def release_after_evaluation(engine: DeepSpeedEngine) -> None:
     """Frees the parameters that forward passes without a backward leave gathered; those that DeepSpeed keeps are gathered again."""
+    if not is_partitioned(engine):
+        return
     engine.empty_partition_cache()
     resident = engine.optimizer.persistent_parameters
     if resident:

@@ -1,4 +1,4 @@
-"""How much memory a rank needs, by arithmetic alone: nothing here builds a model.
+"""How much memory a rank needs under ZeRO-3, by arithmetic alone: nothing here builds a model.
 
 Activations are counted from what autograd keeps for each operation; the most that is alive at once comes from walking back over
 them as the backward pass does. Checked against real engines in tests/distributed/test_plan.py.
@@ -340,8 +340,10 @@ def keep_last_for_budget(layout: Layout, budget_gib: float) -> int:
     )
 
 
-def settle(config: RunConfig, data_parallel: int, device_bytes: int, reduce_bucket: int) -> RunConfig:
+def settle(config: RunConfig, data_parallel: int, device_bytes: int, reduce_bucket: int, stage: int) -> RunConfig:
     """The run with definite settings in the place of residency `auto` and of an activation budget.
+
+    Below ZeRO stage 3, of which the rest of the memory plan is, nothing is ever freed, which is residency `step`.
 
     Raises:
         ValueError: the budget is too small.
@@ -351,7 +353,7 @@ def settle(config: RunConfig, data_parallel: int, device_bytes: int, reduce_buck
         keep = keep_last_for_budget(Layout.of(config, data_parallel), budget)
         config = replace(config, compute=replace(config.compute, keep_last=keep, activation_budget_gib=None))
     if config.parallel.core_residency == "auto":
-        residency = choose_residency(Layout.of(config, data_parallel), device_bytes, reduce_bucket)
+        residency = choose_residency(Layout.of(config, data_parallel), device_bytes, reduce_bucket) if stage == 3 else "step"
         config = replace(config, parallel=replace(config.parallel, core_residency=residency))
     return config
 

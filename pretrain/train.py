@@ -49,6 +49,7 @@ from pretrain.stragglers import Stragglers
 from pretrain.topology import Topology
 from pretrain.validation import validation_losses
 from pretrain.watchdog import Watchdog
+from pretrain.zero_state import refuse_step
 
 BAD_INPUT = 2  # exit code of everything that starting again would not mend
 
@@ -109,7 +110,8 @@ def check_before_start(
     config = replace(config, compute=replace(config.compute, gate_ops=gate_ops))
     data_parallel = config.data_parallel_size(topology.world_size)
     ds_config = load_ds_config(ds_config_path, config, data_parallel)
-    config = settle(config, data_parallel, device_bytes(topology), ds_config["zero_optimization"]["reduce_bucket_size"])
+    zero = ds_config["zero_optimization"]
+    config = settle(config, data_parallel, device_bytes(topology), zero["reduce_bucket_size"], zero["stage"])
     ds_config = load_ds_config(ds_config_path, config, data_parallel)  # the residency decides some of its settings
     sources = open_sources(config.data)
     for index in sources.values():
@@ -339,7 +341,7 @@ def train_step(
         losses.append(loss.detach())
         core_statistics.append(measured)
         if refuses is not None and len(losses) == len(batches) and refuses(torch.stack(losses).mean()):
-            engine.optimizer.grad_partitions_flat_buffer[0] = float("inf")  # DeepSpeed leaves a step out whose gradients are not finite
+            refuse_step(engine)
         engine.step()
     return torch.stack(losses).mean(), torch.stack(core_statistics).mean(0)
 

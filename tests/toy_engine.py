@@ -1,4 +1,4 @@
-"""A small ZeRO-3 engine of Megatron layers, for tests of what surrounds the model.
+"""A small ZeRO engine of Megatron layers, for tests of what surrounds the model.
 
 It has a parameter of each kind (column, row and vocabulary shards, replicated ones), sizes that no data-parallel size divides,
 one tensor larger than a file's write buffer, two optimizer groups, small parameters that DeepSpeed keeps gathered, and one more
@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.ops import __compatible_ops__
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from torch import nn
@@ -98,9 +99,14 @@ def train(engine: Any, first_step: int, steps: int) -> list[float]:
 def full_state(engine: Any) -> dict[str, torch.Tensor]:
     """`kind/name` to the full tensor, gathered by DeepSpeed's own accessors and merged over the tensor-parallel group."""
     state = {}
+    if engine.zero_optimization_stage() < 3:
+        # DeepSpeed does it after the step of the first optimizer group, when the others have no moments yet, and not again (0.19.8).
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in engine.module.named_parameters():
         for kind, key in (("master", None), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-            shard = engine.optimizer.get_full_hp_param(parameter, key).contiguous()
+            gathered = safe_get_full_optimizer_state(parameter, key) if key else safe_get_full_fp32_param(parameter)
+            shard = gathered.contiguous()
             if getattr(parameter, "tensor_model_parallel", False):
                 shards = [torch.empty_like(shard) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
                 torch.distributed.all_gather(shards, shard, group=parallel_state.get_tensor_model_parallel_group())

@@ -18,6 +18,7 @@ from typing import Literal
 
 from model.config import ComputeConfig
 from pretrain.config import RunConfig, parse_run_config
+from pretrain.ds_config import read_ds_config
 from pretrain.memory import GIB, Layout, activations
 from tools.planning import RESIDENCIES, Estimate, Machine, depths, estimate, search
 
@@ -162,6 +163,12 @@ def sweep(config: RunConfig, counts: list[int], machine: Machine, ds_config: Pat
         )
 
 
+def require_stage_3(ds_config: Path) -> None:
+    stage = read_ds_config(ds_config)["zero_optimization"]["stage"]
+    if stage != 3:
+        raise ValueError(f"{ds_config} has zero_optimization.stage {stage}. Memory, communication and time are planned for stage 3 only.")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     args, overrides = _parser().parse_known_args(arguments)
     machine = Machine(
@@ -175,6 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         config = parse_run_config(["--config", str(args.config), *overrides])
+        require_stage_3(args.ds_config)
         budget_tokens = int(args.budget_tokens or config.schedule.total_tokens)
         if args.sweep:
             sweep(config, args.sweep, machine, args.ds_config, budget_tokens)

@@ -99,7 +99,7 @@ def estimate(config: RunConfig, gpus: int, machine: Machine, ds_config: Path) ->
     """
     data_parallel = config.data_parallel_size(gpus)
     settings = ZeroSettings.of(load_ds_config(ds_config, config, data_parallel))
-    config = settle(config, data_parallel, machine.memory, settings.reduce_bucket)
+    config = settle(config, data_parallel, machine.memory, settings.reduce_bucket, stage=3)
     settings = ZeroSettings.of(load_ds_config(ds_config, config, data_parallel))  # residency decides some of them
     layout = Layout.of(config, data_parallel)
     needed = memory(layout, config.model.deepest, settings.reduce_bucket)

@@ -1,6 +1,7 @@
 """A small run inside a rank started by `tests.ranks`: the trainer's own parts, without its loop."""
 
 import os
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def start(config: RunConfig, stage: int = 3) -> DeepSpeedEngine:
     return build_engine(config, ds_config)
 
 
-def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int) -> list[float]:
+def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int, refuses: Callable[[torch.Tensor], bool] | None = None) -> list[float]:
     """Losses of the first `steps` steps, over the global batch."""
     groups = ParallelGroups()
     sources = open_sources(config.data)
@@ -81,6 +82,6 @@ def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int) -> list[fl
         micro_batches = list(islice(batches, engine.gradient_accumulation_steps()))
         rate = learning_rate(config.schedule, (step + 1) * config.tokens_per_step)
         depth = sample_depth(config.model, config.seed, step)
-        loss, _ = train_step(engine, micro_batches, depth, rate, torch.device("cpu"), measure=False)
+        loss, _ = train_step(engine, micro_batches, depth, rate, torch.device("cpu"), refuses=refuses, measure=False)
         losses.append(float(average_over_ranks(loss)))
     return losses

@@ -17,6 +17,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param
 
 from pretrain import checkpoint as checkpoint_module
 from pretrain.checkpoint import Keep, load_checkpoint, take_snapshot, write_snapshot
@@ -25,16 +26,19 @@ from tests import toy_engine
 from tests.ranks import RankError, run_ranks
 
 AVAILABLE = ZeroParamStatus.AVAILABLE
-Layout = tuple[int, int]  # (tensor parallel, data parallel)
+Layout = tuple[int, int] | tuple[int, int, int]  # (tensor parallel, data parallel), at ZeRO stage 3 or (..., stage)
 Case = tuple[Layout, Layout, str]  # saved at, loaded at, precision
-WORLDS: dict[int, list[Layout]] = {1: [(1, 1)], 4: [(2, 2), (1, 4)], 2: [(2, 1), (1, 2)]}  # at (1, 4) a rank owns nothing of a bias
-PRECISIONS: dict[str, list[Layout]] = {"fp32": [(1, 1), (2, 2), (1, 4), (2, 1), (1, 2)], "bf16": [(1, 1), (2, 2)]}
+STAGES: list[Layout] = [(1, 2, 1), (1, 2, 2)]  # in fp32: test_elastic.py
+# At (1, 4) a rank owns nothing of a bias.
+WORLDS: dict[int, list[Layout]] = {1: [(1, 1)], 4: [(2, 2), (1, 4)], 2: [(2, 1), (1, 2), *STAGES]}
+PRECISIONS: dict[str, list[Layout]] = {"fp32": [(1, 1), (2, 2), (1, 4), (2, 1), (1, 2)], "bf16": [(1, 1), (2, 2), *STAGES]}
 CASES: list[Case] = [
     (source, target, precision)
     for precision, layouts in PRECISIONS.items()
     for source in layouts
     for target in layouts
     if not (source in WORLDS[2] and target in WORLDS[4])  # one more start of four ranks, and (1, 1) to those is of the same kind
+    if not {source, target} & {*STAGES} or source == target or (1, 1) in (source, target)
 ]
 
 
@@ -49,7 +53,7 @@ def _save(engine: Any, directory: Path, step: int, keep: int | None = None) -> P
 def _train_save_continue(folder: Path, layout: Layout, precision: str) -> None:
     """Leaves in `folder` a checkpoint of step 3, the state it should hold, and how the run went on."""
     toy_engine.start(layout[0])
-    engine = toy_engine.build(layout[0], precision)
+    engine = toy_engine.build(layout[0], precision, stage=_stage(layout))
     toy_engine.train(engine, 0, 3)
     folder = folder / f"{layout}{precision}"
     _save(engine, folder, 3)
@@ -63,7 +67,7 @@ def _train_save_continue(folder: Path, layout: Layout, precision: str) -> None:
 def _load_continue(folder: Path, source: Layout, target: Layout, precision: str) -> dict[str, Any]:
     """Loads into an engine of other weights and returns how it differs from the run that was saved."""
     toy_engine.start(target[0])
-    engine = toy_engine.build(target[0], precision, seed=1)
+    engine = toy_engine.build(target[0], precision, seed=1, stage=_stage(target))
     toy_engine.train(engine, 7, 2)  # moments and step counts that must go
     folder = folder / f"{source}{precision}"
     newest = find_newest(folder)
@@ -71,10 +75,11 @@ def _load_continue(folder: Path, source: Layout, target: Layout, precision: str)
     progress = load_checkpoint(engine, newest)
     expected = torch.load(folder / "expected.pt")
     state = toy_engine.full_state(engine)
+    resident = engine.optimizer.persistent_parameters if _stage(target) == 3 else []
     outcome = {
         "progress": progress,
         "unequal": [name for name, tensor in state.items() if not torch.equal(tensor, expected["state"][name])],
-        "not resident": [parameter.ds_id for parameter in engine.optimizer.persistent_parameters if parameter.ds_status != AVAILABLE],
+        "not resident": [parameter.ds_id for parameter in resident if parameter.ds_status != AVAILABLE],
         "stale": _stale_weights(engine),
         "losses": (toy_engine.train(engine, 3, 3), expected["losses"]),
     }
@@ -83,9 +88,13 @@ def _load_continue(folder: Path, source: Layout, target: Layout, precision: str)
     return outcome
 
 
+def _stage(layout: Layout) -> int:
+    return layout[2] if len(layout) == 3 else 3
+
+
 def _stale_weights(engine: Any) -> list[str]:
     """Names of parameters whose weight in use, gathered or resident, is not the rounded master."""
-    masters = {name: engine.optimizer.get_full_hp_param(parameter) for name, parameter in engine.module.named_parameters()}
+    masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in engine.module.named_parameters()}
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         return [
             name
@@ -183,8 +192,9 @@ def _refusals(folder: Path) -> dict[str, str]:
         "short": _message(lambda: load_checkpoint(engine, short)),
         "absent": _message(lambda: load_checkpoint(engine, folder / "step_00000009")),
         "shape": _message(lambda: load_checkpoint(wider, good)),
+        "shape at stage 1": _message(lambda: load_checkpoint(toy_engine.build(2, outputs=4, stage=1), good)),
         "name": _message(lambda: load_checkpoint(other, good)),
-        "stage": _message(lambda: _save(toy_engine.build(2, stage=2), folder, 2)),
+        "stage": _message(lambda: _save(toy_engine.build(2, stage=0), folder, 2)),
     }
     after = toy_engine.full_state(engine)
     assert all(torch.equal(before[name], after[name]) for name in before), "a refused checkpoint changed the engine"
@@ -261,7 +271,8 @@ def failing_saves(trouble: list[tuple[dict[str, str], dict[str, Any]]]) -> list[
         ("absent", "step_00000009/manifest.json is missing"),
         ("shape", "the parameter head.weight is [3, 5] in it and [4, 5] in the model"),
         ("name", "it holds the parameter head.weight, which the model does not have"),
-        ("stage", "checkpoints need ZeRO stage 3, and ds_config has stage 2"),
+        ("shape at stage 1", "the parameter head.weight is [3, 5] in it and [4, 5] in the model"),
+        ("stage", "checkpoints hold the state of ZeRO, and ds_config has stage 0"),
     ],
 )
 def test_every_rank_refuses_with_the_same_message(refusals: list[dict[str, str]], case: str, expected: str) -> None:

@@ -14,6 +14,7 @@ from pretrain.data import Batch
 from pretrain.digest import global_batch_digest, weights_digest
 from pretrain.engine import initialize_distributed
 from pretrain.topology import Topology
+from pretrain.zero_state import own_master
 from tests import toy_engine
 from tests.ranks import run_ranks
 
@@ -41,27 +42,26 @@ def test_the_digest_of_a_global_batch_is_that_of_all_data_parallel_ranks() -> No
     assert run_ranks(digest, 2, [[1, 2, 3], [1, 2, 4]], 1) == [sum(parts)] * 2
 
 
-def weights_of(corrupted: str | None) -> list[tuple[int, tuple[int, int] | None]]:
+def weights_of(corrupted: str | None, stage: int) -> list[tuple[int, tuple[int, int] | None]]:
     """In a rank of two tensor-parallel ones: digests before a step, after it, and of the same state again, with one bit of a parameter
     flipped on rank 1 before the last."""
     toy_engine.start(2)
-    engine = toy_engine.build(2)
+    engine = toy_engine.build(2, stage=stage)
     digests = [weights_digest(engine)]
     toy_engine.train(engine, 0, 1)
     digests.append(weights_digest(engine))
     if corrupted and os.environ["RANK"] == "1":
-        parameter = dict(engine.module.named_parameters())[corrupted]
-        values = engine.optimizer.get_local_fp32_param(parameter).clone()
-        values.view(torch.int32)[0] ^= 1
-        engine.optimizer.set_local_hp_param(values, parameter)
+        own_master(engine, dict(engine.module.named_parameters())[corrupted]).view(torch.int32)[0] ^= 1
     return [*digests, weights_digest(engine)]
 
 
-@pytest.mark.parametrize(("corrupted", "differing"), [(None, None), ("up.weight", None), ("norm.weight", (0, 1))])
+@pytest.mark.parametrize(
+    ("corrupted", "differing", "stage"), [(None, None, 3), ("up.weight", None, 3), ("norm.weight", (0, 1), 3), ("norm.weight", (0, 1), 1)]
+)
 def test_the_weights_digest_changes_with_any_bit_and_names_replicas_that_differ(
-    corrupted: str | None, differing: tuple[int, int] | None
+    corrupted: str | None, differing: tuple[int, int] | None, stage: int
 ) -> None:
-    first, second = run_ranks(weights_of, 2, corrupted)
+    first, second = run_ranks(weights_of, 2, corrupted, stage)
     before, after, again = first
     assert first == second
     assert before[0] != after[0]

@@ -1,16 +1,6 @@
-"""Losses that stand out are found, and their steps left out on all ranks alike."""
+"""Losses that stand out are found, and a run ends that they keep from going on. How a step is left out: distributed/test_non_finite.py."""
 
-from itertools import islice
-from pathlib import Path
-
-import torch
-
-from pretrain.data import train_batches
-from pretrain.sources import configured_phases, open_sources
 from pretrain.spikes import LEAST, MOST_IN_A_ROW, WINDOW, Patience, SpikeDetector
-from pretrain.train import train_step
-from tests.distributed.runs import small_run, start
-from tests.ranks import run_ranks
 
 
 def fed(losses: list[float], threshold: float = 6.0) -> tuple[SpikeDetector, list[float]]:
@@ -42,28 +32,6 @@ def test_a_resumed_detector_judges_as_the_first() -> None:
     detector, _ = fed(wave(500))
     assert len(detector.losses) == WINDOW
     assert [SpikeDetector("log", 6.0, detector.losses).is_spike(loss) for loss in (3.5, 3.7, 4.2)] == [False, True, True]
-
-
-def changes(dataset: Path) -> list[tuple[bool, bool]]:
-    """In a rank, for a good, a refused and a good step: whether DeepSpeed applied it, and whether this rank's weights changed."""
-    config = small_run(dataset)
-    engine = start(config)
-    sources = open_sources(config.data)
-    ranks = {"data_parallel_rank": torch.distributed.get_rank(), "data_parallel_size": 2, "micro_batch_size": 2}
-    phases = configured_phases(config.data, sources)
-    stream = train_batches(config.data, sources, phases, seed=1, position=0, batch_size=config.batch_size, **ranks)
-    found = []
-    for refused in (False, True, False):
-        batches = list(islice(stream, engine.gradient_accumulation_steps()))
-        before = [group.clone() for group in engine.optimizer.fp32_partitioned_groups_flat]
-        train_step(engine, batches, 2, 1e-3, torch.device("cpu"), refuses=(lambda _: True) if refused else None, measure=False)
-        after = engine.optimizer.fp32_partitioned_groups_flat
-        found.append((engine.was_step_applied(), any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))))
-    return found
-
-
-def test_a_refused_step_changes_no_weight_and_the_next_one_does(dataset: Path) -> None:
-    assert run_ranks(changes, 2, dataset) == [[(True, True), (False, False), (True, True)]] * 2
 
 
 def test_patience_ends_with_too_many_steps_in_a_row_or_rollbacks_to_one_checkpoint() -> None:

@@ -96,8 +96,10 @@ def test_the_configs_we_ship_are_complete_and_have_no_auto_left(precision: Liter
         ({"bf16": "auto"}, "bf16 is 'auto'; it must be an object"),
         ({"bfloat16": {"enabled": True}}, "write 'bf16' for 'bfloat16'"),
         ({"fp16": {"enabled": True}}, "fp16 is not offered: use optim.precision"),
-        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage must be 3"),
-        ({"zero_optimization": 3}, "zero_optimization.stage must be 3"),
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage must be 3, 2 or 1: without ZeRO"),
+        ({"zero_optimization": 3}, "zero_optimization.stage must be 3, 2 or 1"),
+        ({"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, "remove zero_optimization.round_robin_gradients"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "remove bf16.check_grad_overflow"),
         ({"optimizer": {"type": "Adam"}}, "remove 'optimizer'"),
         ({"scheduler": {"type": "WarmupLR"}}, "remove 'scheduler'"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, "remove offload_optimizer"),
@@ -151,6 +153,16 @@ def test_settings_against_the_residency_are_refused_by_name(tmp_path: Path, resi
     run = replace(RUN, parallel=replace(RUN.parallel, core_residency=residency))
     with pytest.raises(ValueError, match=words):
         load(tmp_path, {"zero_optimization": {"stage": 3} | setting}, run)
+
+
+def test_stages_1_and_2_take_the_same_settings_but_no_residency_that_frees_the_core(tmp_path: Path) -> None:
+    content = {"zero_optimization": FILLED["zero_optimization"] | {"stage": 2}}
+    assert load(tmp_path, {"zero_optimization": dict.fromkeys(FILLED["zero_optimization"], "auto") | {"stage": 2}}) == FILLED | content
+    run = replace(RUN, parallel=replace(RUN.parallel, core_residency="loop"))
+    with pytest.raises(
+        ValueError, match="zero_optimization.stage = 1, which keeps all weights whole .*parallel.core_residency is loop: set it to auto"
+    ):
+        load(tmp_path, {"zero_optimization": {"stage": 1}}, run)
 
 
 def test_deepspeeds_reentrant_checkpointing_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The planner's arithmetic of memory against numbers worked out by hand. Against real engines: tests/distributed/test_plan.py."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from pretrain.memory import (
     gathered_elements,
     keep_last_for_budget,
     memory,
+    settle,
 )
 from pretrain.parameters import count
+from tests.distributed.runs import small_run
 
 MODEL = GRTConfig(vocab_size=128, hidden_size=8, num_heads=2, max_depth=4, max_positions=4)
 # 2 sequences of 4 tokens: a state is 8 x 8 numbers, 256 bytes.
@@ -115,6 +118,12 @@ def test_residency_auto_is_the_first_that_fits() -> None:
     needed = memory(LARGE, 4, 0).total
     assert choose_residency(LARGE, int(needed * 1.2), 0) == "step"
     assert choose_residency(LARGE, int(needed * 0.9), 0) == "loop"
+
+
+def test_residency_is_step_at_the_stages_that_free_no_weights() -> None:
+    run = small_run(Path("unused"), core_residency="auto")
+    chosen = [settle(run, 1, device_bytes=0, reduce_bucket=0, stage=stage).parallel.core_residency for stage in (1, 2, 3)]
+    assert chosen == ["step", "step", "loop"]
 
 
 def test_memory_is_planned_for_the_deepest_step() -> None:

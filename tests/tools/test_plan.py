@@ -1,5 +1,6 @@
 """The plan's command: what it prints, what it refuses, and the arithmetic of its time."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,14 @@ def test_what_cannot_be_planned_is_one_line(path: Path, options: list[str], word
     code, _, errors = run(capsys, path, *options)
     assert code == 2
     assert errors.startswith("error: ") and words in errors and errors.count("\n") == 1
+
+
+def test_the_plan_is_of_stage_3_and_says_so(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ds_config = path.parent / "ds.json"
+    ds_config.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    for mode in (["--gpus", "8"], ["--gpus", "8", "--search"], ["--sweep", "8"]):
+        code, out, errors = run(capsys, path, *mode, "--ds_config", str(ds_config))
+        assert (code, out) == (2, "") and "has zero_optimization.stage 2. Memory, communication and time are planned for stage 3" in errors
 
 
 def test_a_machine_that_is_too_small_is_said(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
