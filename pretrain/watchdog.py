@@ -102,4 +102,5 @@ class Watchdog:
             print("", "Its last collectives:", *lines, sep="\n", file=file, flush=True)
         if waiting:
             print(f"rank {self._topology.rank} waits in {waiting}", file=sys.stderr, flush=True)
+        time.sleep(self._beat)  # another's thread may look so much later; it would end with this process's connections
         os._exit(HUNG)

@@ -15,12 +15,12 @@ from pretrain.train import train_step
 from tests.distributed.runs import small_run, start
 from tests.ranks import run_ranks
 
-SLEEP = 0.05
+SLEEP = 0.2
 
 
 def own_and_wall_seconds() -> tuple[float, float, float]:
     """In a rank: of a step in which rank 1 sleeps in each block outside the core; and its own seconds of an evaluation."""
-    engine = start(small_run(Path("unused")))
+    engine = start(small_run(Path("unused"), core_residency="loop"))  # so that the forward pass waits for its weights
     compute = ComputeTime(engine.module)
     if torch.distributed.get_rank() == 1:
         for block in (*engine.module.prelude, *engine.module.coda):
@@ -48,7 +48,7 @@ def test_a_ranks_own_time_holds_what_it_does_and_not_its_wait_for_a_slower_rank(
     (fast, fast_wall, _), (slow, _, evaluation) = run_ranks(own_and_wall_seconds, 2)
     slept = 2 * 2 * SLEEP  # in two blocks of two micro-batches
     assert slow > slept
-    assert fast_wall > slept and fast < fast_wall - slept / 2
+    assert fast_wall > slept and fast < slept / 2
     assert evaluation == 0
 
 

@@ -32,9 +32,7 @@ def test_a_stopped_rank_is_named_by_the_others_which_end(dataset: Path, tmp_path
     ranks = two_ranks(tmp_path, dataset)
     other = 1 - stopped
     os.kill(ranks[stopped].process.pid, signal.SIGSTOP)
-    started = time.monotonic()
     assert ranks[other].process.wait(timeout=4 * LIMIT) == HUNG, ranks[other].text[-3000:]
-    assert time.monotonic() - started < 3 * LIMIT
     assert f"rank {stopped} is behind: its process" in ranks[other].text
     stacks = (tmp_path / "run" / "hang" / f"rank_{other}.txt").read_text()
     assert f"rank {stopped} is behind" in stacks and "train_step" in stacks
