@@ -1,8 +1,8 @@
 """`kill -9` of any rank at any moment loses nothing: the other rank ends, no half checkpoint is accepted, and the resumed run ends with the
 weights of an uninterrupted one, bit for bit.
 
-Of the random kills half fall after any step or in the start, half in the writing of a random checkpoint. Each draws from a generator of its own:
-`pytest -m nightly 'tests/faults/test_kills.py::test_a_rank_killed_at_a_random_moment_costs_nothing[17]'` repeats one.
+Of the random kills half fall after any step or in the start, half in the writing of a random checkpoint. Each draws from a generator of
+its own: `pytest -m nightly 'tests/faults/test_kills.py::test_a_rank_killed_at_a_random_moment_costs_nothing[17]'` repeats one.
 """
 
 import itertools
