@@ -110,8 +110,9 @@ def write_snapshot(snapshot: Snapshot, directory: Path, keep: "Keep", group: dis
             if first:
                 _publish(temporary, final, snapshot.manifest | {"files": files})
     except CheckpointError:
-        if first:
-            with contextlib.suppress(OSError):  # a disk that is read-only now; the next save tries again
+        # A disk that is read-only by now: the next save tries again. Not before all of it is gone does another rank go on.
+        with _every_rank(f"cannot remove {temporary}", group), contextlib.suppress(OSError):
+            if first:
                 _remove_leftovers(directory)
         raise
     with _every_rank(f"{final} is complete, but older checkpoints cannot be removed", group):

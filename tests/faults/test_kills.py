@@ -1,8 +1,8 @@
 """`kill -9` of any rank at any moment loses nothing: the other rank ends, no half checkpoint is accepted, and the resumed run ends with the
 weights of an uninterrupted one, bit for bit.
 
-Of the random kills half fall at any time, half in the writing of a random checkpoint. Each draws from a generator of its own:
-`pytest -m nightly 'tests/faults/test_kills.py::test_a_rank_killed_at_a_random_moment_costs_nothing[17]'` repeats one.
+Of the random kills half fall after any step or in the start, half in the writing of a random checkpoint. Each draws from a generator of
+its own: `pytest -m nightly 'tests/faults/test_kills.py::test_a_rank_killed_at_a_random_moment_costs_nothing[17]'` repeats one.
 """
 
 import itertools
@@ -38,7 +38,8 @@ class Whole:
     """The uninterrupted run, and what became of the kills that are compared with it."""
 
     run_dir: Path
-    seconds: float  # that it took
+    starting: float  # seconds until it said that it trains
+    stepping: float  # seconds a step, all in all
     writing: float  # seconds from the first to the last trace of a checkpoint being written
     kills: Counter[str] = field(default_factory=Counter)
 
@@ -73,16 +74,20 @@ def whole(dataset: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig:
     begin = time.monotonic()
     ranks = start_ranks(options(folder, dataset), folder)
     written: list[float] = []
+    ranks[0].wait_for("fresh start")
+    training = time.monotonic()
     while ranks[0].process.poll() is None:
         if is_being_written(folder, SAVE_EVERY):
             written.append(time.monotonic())
         time.sleep(0.001)
     assert [rank.end() for rank in ranks] == [0, 0]
-    whole = Whole(folder / "run", time.monotonic() - begin, written[-1] - written[0])
+    whole = Whole(folder / "run", training - begin, (time.monotonic() - training) / STEPS, written[-1] - written[0])
     yield whole
     if whole.kills:
         with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-            print(f"\nan uninterrupted run took {whole.seconds:.1f} s, a checkpoint {whole.writing:.3f} s; {dict(whole.kills)}")
+            print(
+                f"\na start took {whole.starting:.1f} s, a step {whole.stepping:.3f}, a checkpoint {whole.writing:.3f}; {dict(whole.kills)}"
+            )
 
 
 def check_resumed(command: list[str], folder: Path, whole: Whole) -> None:
@@ -156,13 +161,20 @@ def test_a_rank_killed_at_a_random_moment_costs_nothing(whole: Whole, dataset: P
 
 
 def wait_for_a_random_moment(rank: Process, folder: Path, whole: Whole, draw: random.Random) -> None:
+    """In the writing of a checkpoint, or after any step, or while the ranks start. By what they have done and not by the clock: how much
+    other work the machine has changes within minutes."""
     if draw.random() < 0.5:
-        time.sleep(draw.uniform(0, whole.seconds))
+        step = draw.randrange(SAVE_EVERY, STEPS + 1, SAVE_EVERY)
+        complete = folder / "run" / "checkpoints" / f"step_{step:08d}"
+        rank.wait_until(lambda: is_being_written(folder, step) or complete.exists())
+        time.sleep(draw.uniform(0, whole.writing))
         return
-    step = draw.randrange(SAVE_EVERY, STEPS + 1, SAVE_EVERY)
-    complete = folder / "run" / "checkpoints" / f"step_{step:08d}"
-    rank.wait_until(lambda: is_being_written(folder, step) or complete.exists())
-    time.sleep(draw.uniform(0, whole.writing))
+    step = draw.randrange(-3, STEPS)
+    if step < 0:
+        time.sleep(draw.uniform(0, whole.starting))
+    else:
+        rank.wait_until(lambda: f"step {step}/" in rank.text or rank.process.poll() is not None)
+        time.sleep(draw.uniform(0, whole.stepping))
 
 
 def check_other_ends(other: Process, folder: Path, training: bool) -> None:
