@@ -67,9 +67,9 @@ class ParallelConfig:
     tensor_parallel: int = 1
     sequence_parallel: bool | None = None  # split what tensor parallelism repeats over the sequence; null: where tensor_parallel > 1
     micro_batch_size: int = 1  # sequences a forward pass of one data-parallel rank
-    # At ZeRO stage 3, how long the core's weights stay gathered: `step` from one optimizer step to the next, `fwd_bwd` from forward to
+    # How long the core's weights stay gathered at ZeRO stage 3: `step` from one optimizer step to the next, `fwd_bwd` from forward to
     # backward, `loop` inside each of them, `every_use` as ZeRO-3 by itself does (R times the communication; for comparison). `auto`: the
-    # first that fits.
+    # first that fits, and at stages 1 and 2, which free no weights, `step`.
     core_residency: Literal["auto", "step", "fwd_bwd", "loop", "every_use"] = "auto"
 
     def __post_init__(self) -> None:
