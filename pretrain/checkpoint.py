@@ -110,12 +110,11 @@ def write_snapshot(snapshot: Snapshot, directory: Path, keep: "Keep", group: dis
             if first:
                 _publish(temporary, final, snapshot.manifest | {"files": files})
     except CheckpointError:
-        # A disk that is read-only by now: the next save tries again. Not before all of it is gone does another rank go on.
-        with _every_rank(f"cannot remove {temporary}", group), contextlib.suppress(OSError):
+        with _every_rank(failure, group):  # not before it is gone does another rank go on
             if first:
                 _remove_leftovers(directory)
         raise
-    with _every_rank(f"{final} is complete, but older checkpoints cannot be removed", group):
+    with _every_rank(f"{final} is complete, but what follows failed", group):
         if first:
             _remove_older(final, keep)
     return final
@@ -168,22 +167,27 @@ def _remove_older(newest: Path, keep: Keep) -> None:
     older = sorted(path for path in newest.parent.glob("step_*") if path.name < newest.name and is_complete(path))
     for path in older[: max(len(older) - (keep.newest - 1), 0)]:
         if keep.every_steps is None or int(path.name.removeprefix("step_")) % keep.every_steps:
-            _discard(path)
+            try:
+                _discard(path)
+            except OSError as error:
+                print(f"warning: {path} is no longer needed, but cannot be removed: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def _discard(checkpoint: Path) -> None:
     """Removes a checkpoint; stopped half-way it leaves rubbish, not half a checkpoint."""
     rubbish = checkpoint.with_name(f"{TEMPORARY}old_{checkpoint.name}")
     checkpoint.rename(rubbish)
-    shutil.rmtree(rubbish)
+    shutil.rmtree(rubbish, ignore_errors=True)
 
 
 def _remove_leftovers(directory: Path) -> None:
+    """As far as it can be done now: NFS keeps files that a process has open. The next save tries again."""
     for path in directory.glob(f"{TEMPORARY}*"):
         if path.is_dir():
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink()
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 # ---- loading ----

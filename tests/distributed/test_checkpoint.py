@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -222,6 +223,11 @@ def _failing_saves(folder: Path, small_disk: Path | None) -> dict[str, Any]:
     _save(engine, folder, 3, keep=2)  # as a run that was resumed from step 2
     torch.distributed.barrier()
     found["back"] = str(find_newest(folder))
+    with mock.patch.object(shutil, "rmtree"):  # nothing can be removed
+        _save(engine, folder, 6, keep=1)
+        found["kept where nothing can be removed"] = sorted(os.listdir(folder))
+    _save(engine, folder, 7, keep=1)
+    found["kept afterwards"] = sorted(os.listdir(folder))
     if small_disk is not None:
         found["disk"] = _message(lambda: [_save(engine, small_disk, step) for step in range(20)])
         newest = find_newest(small_disk)
@@ -295,6 +301,12 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoints(failing_saves: 
         saved = found["disk left"][1:]
         assert found["disk left"][0] == "latest"
         assert saved == [f"step_{step:08d}" for step in range(len(saved))]
+
+
+def test_old_checkpoints_that_cannot_be_removed_stop_no_save(failing_saves: list[dict[str, Any]]) -> None:
+    for found in failing_saves:
+        assert {"step_00000006", ".tmp_old_step_00000005"} < set(found["kept where nothing can be removed"])
+        assert [name for name in found["kept afterwards"] if name != "step_00000004"] == ["latest", "step_00000007"]
 
 
 def test_keep_removes_older_checkpoints_only(failing_saves: list[dict[str, Any]]) -> None:
