@@ -43,8 +43,6 @@ from pretrain.checkpoint_reader import (
 from pretrain.zero_state import adam_states, begin_setting, end_setting, part_size, read_part, set_part, shard_shape
 
 TEMPORARY = ".tmp_"  # what begins so is rubbish: a save or a removal that did not end
-
-
 Parameters = dict[str, Any]  # by name, with what DeepSpeed and Megatron leave on them
 
 

@@ -43,8 +43,8 @@ def read_part(engine: DeepSpeedEngine, parameter: Any, kind: str) -> Tensor:
 def set_part(engine: DeepSpeedEngine, parameter: Any, kind: str, part: Tensor) -> None:
     """Puts this rank's part, fp32 [n] without its padding, where it belongs. Called by every rank: below stage 3 it is all-gathered.
 
-    DeepSpeed's safe_set_full_* functions will not do: they read past the end where the data-parallel size does not divide a parameter.
-    `begin_setting` comes before the first part, `end_setting` after the last.
+    `begin_setting` comes before the first part, `end_setting` after the last. DeepSpeed's safe_set_full_* functions will not do: they leave
+    the low-precision weights stale until the next step, and read past the end where the data-parallel size does not divide a parameter.
     """
     group, ranks = _data_parallel(engine)
     part = pad(part, (0, part_size(parameter, ranks) - len(part)))
