@@ -237,7 +237,15 @@ def load_first_whole(engine: DeepSpeedEngine, candidates: Sequence[Path]) -> tup
         except DamagedCheckpointError as error:
             if dist.get_rank() == 0:
                 print(f"warning: {error}; going on from {next_one.name}", file=sys.stderr, flush=True)
-    return (paths[-1], load_checkpoint(engine, paths[-1])) if paths else None
+    if not paths:
+        return None
+    try:
+        return paths[-1], load_checkpoint(engine, paths[-1])
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(
+            f"{error}; no checkpoint before it is whole and of these settings: restore one, or move {paths[-1].parent} away to start again "
+            "from step 0"
+        ) from error
 
 
 def _require_same_parameters(saved: dict[str, Any], model: dict[str, Any]) -> None:

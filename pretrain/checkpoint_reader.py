@@ -127,10 +127,8 @@ def _named(latest: Path) -> Path | None:
 
 
 def earlier_checkpoints(checkpoint: Path) -> list[Path]:
-    """The complete ones of the same run beside it that it could have been resumed from, the newest first."""
-    identity = CheckpointReader(checkpoint).manifest["identity"]
-    older = sorted((path for path in checkpoint.parent.glob("step_*") if path.name < checkpoint.name and is_complete(path)), reverse=True)
-    return [path for path in older if CheckpointReader(path).manifest["identity"] == identity]
+    """The complete ones of lower steps beside it, the newest first."""
+    return sorted((path for path in checkpoint.parent.glob("step_*") if path.name < checkpoint.name and is_complete(path)), reverse=True)
 
 
 def is_complete(checkpoint: Path) -> bool:

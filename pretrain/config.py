@@ -141,7 +141,8 @@ class RunConfig:
     # hours:minutes:seconds (or days-hours:minutes:seconds) from the start: then the step under way is ended and saved, and the exit code is
     # that of a run to be started again. null: no limit
     stop_before: str | None = None
-    # A step, a validation or the copy for a checkpoint that takes longer hangs: who is behind is said, and the run ends to be started again
+    # A step, a validation or the copy for a checkpoint that takes longer hangs: who is behind is said, and the run ends, to be started
+    # again. The writing of a checkpoint is not watched: it may take an hour
     watchdog_seconds: float = 1800
 
     def __post_init__(self) -> None:

@@ -51,7 +51,8 @@ def stop_with_evidence(
     """
     with torch.compiler.set_stance("force_eager"), _watched(engine.module) as watch:  # compiled code would pass by the hooks
         repeat()
-    own = [{"positions": batch.sequence.tolist(), "loss": loss} for batch, loss in zip(batches, watch.losses, strict=True)]
+    losses = [loss if math.isfinite(loss) else None for loss in watch.losses]  # JSON has no NaN
+    own = [{"positions": batch.sequence.tolist(), "loss": loss} for batch, loss in zip(batches, losses, strict=True)]
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, own)
     evidence = facts | {

@@ -7,6 +7,7 @@ named in `checkpoint.allow_change`.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,8 @@ def find_checkpoint(config: RunConfig, current: dict[str, Any]) -> Path | None:
         raise ValueError(f"{config.run_dir} holds checkpoints, up to {newest.name}. Choose another run_dir, or checkpoint.resume auto.")
     if resume != "none" and newest is None and any(directory.glob("step_*")):
         raise ValueError(
-            f"{directory} holds no whole checkpoint: {'; '.join(passed_over(directory, None))}. Restore what is missing, or give them up: "
-            "--checkpoint.resume none starts again from step 0."
+            f"{directory} holds no whole checkpoint: {'; '.join(passed_over(directory, None))}. Restore what is missing, or move "
+            "this directory away to start again from step 0."
         )
     if resume in ("none", "auto") and newest is None:
         return None
@@ -96,17 +97,28 @@ def find_checkpoint(config: RunConfig, current: dict[str, Any]) -> Path | None:
     return chosen
 
 
+def resume_candidates(config: RunConfig, current: dict[str, Any], chosen: Path | None) -> list[Path]:
+    """The checkpoint that `find_checkpoint` chose, and those before it that fit this run too, the newest first, for if it is damaged."""
+
+    def fits(checkpoint: Path) -> bool:
+        with suppress(ValueError):
+            _check_identity(CheckpointReader(checkpoint).manifest["identity"], current, config.checkpoint.allow_change, checkpoint)
+            return True
+        return False
+
+    return [] if chosen is None else [chosen, *filter(fits, earlier_checkpoints(chosen))]
+
+
 def rollback_candidates(config: RunConfig, resumed_from: Path | None) -> list[Path]:
     """The checkpoints that a run may go back to, the best first: those that a run without interruptions has, too, then the newest."""
     newest = find_newest(config.run_dir / "checkpoints") or resumed_from
     if newest is None:
         return []
 
-    def order(checkpoint: Path) -> tuple[bool, int]:
-        step = CheckpointReader(checkpoint).manifest["step"]
-        return step % config.checkpoint.every_steps == 0, step
-
-    return sorted([newest, *earlier_checkpoints(newest)], key=order, reverse=True)
+    manifests = {path: CheckpointReader(path).manifest for path in (newest, *earlier_checkpoints(newest))}
+    same_run = [path for path in manifests if manifests[path]["identity"] == manifests[newest]["identity"]]
+    # A stable sort: newest first among the regular ones, then among the others.
+    return sorted(same_run, key=lambda path: manifests[path]["step"] % config.checkpoint.every_steps != 0)
 
 
 def stream_phases(config: RunConfig, sources: Mapping[str, Index], checkpoint: Path | None) -> list[Phase]:

@@ -48,15 +48,22 @@ class CheckpointSaver:
             self._thread.join(EXIT_SECONDS)
 
     def save(
-        self, engine: DeepSpeedEngine, progress: dict[str, Any], config: dict[str, Any], identity: dict[str, Any]
+        self,
+        engine: DeepSpeedEngine,
+        progress: dict[str, Any],
+        config: dict[str, Any],
+        identity: dict[str, Any],
+        *,
+        copying: Callable[[], None] = lambda: None,
     ) -> tuple[float, int]:
-        """Copies the state and begins to write it, after the end of a write under way.
+        """Copies the state and begins to write it, after the end of a write under way; `copying` is told between the two.
 
         Returns:
             the seconds that this took, and the bytes copied on this rank.
         """
         begin = time.perf_counter()
         self.wait()
+        copying()
         snapshot = take_snapshot(engine, progress, config, identity)
         self._retry_at = None
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint", daemon=True)

@@ -43,6 +43,11 @@ class SpikeDetector:
             return False
         loss = float(average_over_ranks(rank_loss.clone()))
         self.found = loss if self.is_spike(loss) else None
+        return self.refused
+
+    @property
+    def refused(self) -> bool:
+        """Whether the step judged last is left out."""
         return self.found is not None and self._policy in ("skip", "rollback")
 
     @property
@@ -73,15 +78,17 @@ class Patience:
     def before_rollback(self, saved_step: int) -> None:
         """
         Args:
-            saved_step: of the newest checkpoint.
+            saved_step: of the newest checkpoint; 0: there is none to go back to, and the step is left out only.
         """
-        self._rollbacks[saved_step] += 1
+        if saved_step:
+            self._rollbacks[saved_step] += 1
 
     @property
     def is_over(self) -> str | None:
         """Why the run cannot go on, if it cannot."""
         if self._unchanged >= MOST_IN_A_ROW:
             return f"{self._unchanged} steps in a row changed nothing"
-        if max(self._rollbacks.values(), default=0) > MOST_ROLLBACKS:
-            return f"{MOST_ROLLBACKS} rollbacks to the same checkpoint did not help"
+        for step, count in self._rollbacks.items():
+            if count > MOST_ROLLBACKS:
+                return f"{count} spikes since the checkpoint of step {step}, {count - 1} of them rolled back"
         return None

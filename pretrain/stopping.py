@@ -63,8 +63,8 @@ class StopRequest:
                     print(f"second signal ({signal.Signals(number).name}): ended without saving", file=sys.stderr, flush=True)
                     os._exit(REQUEUE)
                 self.signalled, self._signal_time = True, time.monotonic()
-                name = signal.Signals(number).name
-                print(f"{name}: the step under way is ended and saved; a second signal ends at once", file=sys.stderr, flush=True)
+                first = f"{signal.Signals(number).name}: the step under way is ended and saved"
+                print(f"{first}; a signal more than {SAME_SIGNAL:g} s from now ends at once", file=sys.stderr, flush=True)
 
     def reason(self) -> Reason:
         """Of this process alone."""

@@ -26,7 +26,7 @@ from model.ops import fused
 from model.parallel import ParallelGroups, initialize_model_parallel
 from pretrain.agreement import DisagreementError, require_same_run
 from pretrain.checkpoint import Keep, load_first_whole, take_snapshot
-from pretrain.checkpoint_reader import CheckpointError, earlier_checkpoints, passed_over
+from pretrain.checkpoint_reader import CheckpointError, passed_over
 from pretrain.config import RunConfig, parse_arguments
 from pretrain.data import Batch, train_batches, validation_batches
 from pretrain.description import about_run, describe_run
@@ -37,11 +37,11 @@ from pretrain.engine import average_over_ranks, build_engine, initialize_distrib
 from pretrain.evidence import CannotGoOnError, stop_with_evidence
 from pretrain.memory import settle
 from pretrain.metrics import MetricsLog, Speedometer
-from pretrain.resume import Progress, find_checkpoint, identity, rollback_candidates, stream_phases
+from pretrain.resume import Progress, find_checkpoint, identity, resume_candidates, rollback_candidates, stream_phases
 from pretrain.run_directory import hold_run_dir, make_run_dir
 from pretrain.saving import CheckpointSaver
 from pretrain.schedule import learning_rate
-from pretrain.shards import DatasetError, Index
+from pretrain.shards import DamageError, DatasetError, Index
 from pretrain.sources import open_sources, require_epochs, sequences_per_shard
 from pretrain.spikes import Patience, SpikeDetector
 from pretrain.stopping import REQUEUE, Reason, StopRequest, agreed, parse_duration
@@ -78,9 +78,12 @@ def main() -> None:
             print(f"error: {error}", file=sys.stderr, flush=True)
         torch.distributed.barrier()  # the launcher ends all ranks when the first is gone: not before the message is out
         os._exit(BAD_INPUT)
-    except (DatasetError, OSError) as error:
-        print(f"error on rank {topology.rank}: {error}", file=sys.stderr, flush=True)
+    except DamageError as error:
+        print(f"error: rank {topology.rank}: {error}", file=sys.stderr, flush=True)
         os._exit(BAD_INPUT)  # an ordinary exit would wait for the other ranks, which may wait for this one in a collective
+    except (DatasetError, OSError) as error:  # of a disk or a network, which may be well when the run is started again
+        print(f"error on rank {topology.rank}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
     except Exception as error:
         if "by peer" in str(error):  # gloo's "Connection closed by peer": a traceback would bury the other rank's message
             print(f"rank {topology.rank} ends too: another rank is gone", file=sys.stderr, flush=True)
@@ -201,7 +204,7 @@ def train(
             loss, core_statistics = compute(refuses=spikes.refuses, measure=due_log)
             progress = replace(progress, last_losses=spikes.losses)
             speed.step(depth, sequences)
-            log.advance(progress.step, applied=engine.was_step_applied(), spike=spikes.found is not None)
+            log.advance(progress.step, applied=engine.was_step_applied(), spike=spikes.refused)
             reason, retry = agreed(stop.reason(), saver.wants_retry(), control)
 
             if spikes.found is not None:
@@ -226,7 +229,8 @@ def train(
             with speed.paused():
                 if retry or progress.step % config.checkpoint.every_steps == 0:
                     watchdog.pause()  # a write under way is waited for
-                    log.checkpoint(progress.step, *saver.save(*state()))
+                    copying = partial(watchdog.at, progress.step, "copying the state for a checkpoint")
+                    log.checkpoint(progress.step, *saver.save(*state(), copying=copying))
                 if is_due(progress.step, config.eval.every_steps, total_steps) and reason is Reason.NONE:
                     watchdog.at(progress.step, "validation")
                     log.validation(progress.step, *validate(engine, config, sources, device), config.model.max_depth)
@@ -248,7 +252,7 @@ def start_engine(
     initialize_model_parallel(config.parallel.tensor_parallel)
     engine = build_engine(config, ds_config)
     progress = Progress()
-    loaded = load_first_whole(engine, [] if checkpoint is None else [checkpoint, *earlier_checkpoints(checkpoint)])
+    loaded = load_first_whole(engine, resume_candidates(config, identity(config, sources), checkpoint))
     if loaded is not None:
         checkpoint, progress = loaded[0], Progress(**loaded[1])
     return engine, replace(progress, mixture=stream_phases(config, sources, checkpoint)), checkpoint

@@ -21,7 +21,7 @@ from pretrain.topology import Topology
 HUNG = 76  # exit code: start again
 ANSWER_SECONDS = 10.0  # within which the store, on rank 0, answers
 SILENT_BEATS = 3  # heartbeats that a rank may be late
-RECORDER_SECONDS = 60  # after which the process ends without its last collectives
+LEAVING_SECONDS = 60  # after which the process ends without having left all that
 
 
 class Watchdog:
@@ -87,14 +87,25 @@ class Watchdog:
 
     def _end(self, who: str) -> None:
         what = f"no progress for {time.monotonic() - self._since:.0f} s (watchdog_seconds is {self._seconds:g}) at {self._at}; {who}"
+        # Ends the process even if a write to a dead file system, or the recorder of a broken GPU, holds Python's lock and never returns.
+        faulthandler.dump_traceback_later(LEAVING_SECONDS, exit=True)
+        try:
+            self._leave(what)
+        except OSError as error:
+            with suppress(OSError):
+                print(f"error on rank {self._topology.rank}: {what}. Its stack cannot be left: {error}", file=sys.stderr, flush=True)
+        finally:
+            time.sleep(self._beat)  # another's thread may look so much later; it would end with this process's connections
+            os._exit(HUNG)
+
+    def _leave(self, what: str) -> None:
+        """Writes stacks and last collectives, and says where."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"rank_{self._topology.rank}.txt"
         with path.open("w") as file:
             print(what, file=file, flush=True)
             faulthandler.dump_traceback(file)
             print(f"error on rank {self._topology.rank}: {what}. Its stack is in {path}.", file=sys.stderr, flush=True)
-            # Ends the process even if the recorder of a broken GPU never answers, and holds Python's lock meanwhile.
-            faulthandler.dump_traceback_later(RECORDER_SECONDS, exit=True)
             try:
                 lines, waiting = last_collectives()
             except Exception as error:
@@ -102,5 +113,3 @@ class Watchdog:
             print("", "Its last collectives:", *lines, sep="\n", file=file, flush=True)
         if waiting:
             print(f"rank {self._topology.rank} waits in {waiting}", file=sys.stderr, flush=True)
-        time.sleep(self._beat)  # another's thread may look so much later; it would end with this process's connections
-        os._exit(HUNG)

@@ -32,6 +32,8 @@ prepare_job() {
 # The codes are those of pretrain/train.py: 0 done, 75 stopped in order, 2 bad input, any other a crash.
 after_srun() {
   local code=$1 crash crashes
+  # A rank that alone found bad input ends alone; srun then kills those that wait for it, and tells of them.
+  if ((code > 128)) && grep --quiet '^error: ' "$LOG"*; then code=2; fi
   case $code in
     0)
       say "done"

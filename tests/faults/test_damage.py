@@ -170,11 +170,7 @@ LATEST_DAMAGED = "warning: {}/latest is damaged and names no checkpoint: the one
 @pytest.mark.parametrize(
     ("damage", "start", "warning"),
     [
-        (
-            flip_a_byte,
-            4,
-            FLIPPED,
-        ),
+        (flip_a_byte, 4, FLIPPED),
         (lose_a_shard, 4, LOST),
         (write_latest(b"step_0000"), 8, LATEST_DAMAGED),
         pytest.param(write_latest(b""), 8, LATEST_DAMAGED, marks=pytest.mark.nightly),
@@ -206,4 +202,17 @@ def test_a_run_without_a_whole_checkpoint_is_not_begun_again_unasked(whole: Path
     run = Process(command, tmp_path / "output")
     assert run.end() == 2
     assert run.text.startswith(f"error: {checkpoints} holds no whole checkpoint: {checkpoints}/step_00000008 is passed over: ")
-    assert "--checkpoint.resume none starts again from step 0" in run.text
+    assert "or move this directory away to start again from step 0" in run.text
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_says_what_to_do(whole: Path, dataset: Path, tmp_path: Path) -> None:
+    checkpoints = interrupt(whole, tmp_path)
+    for checkpoint in checkpoints.glob("step_*"):
+        with (checkpoint / "__0_0.distcp").open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\xff")
+    run = Process(options(tmp_path, dataset), tmp_path / "output")
+    assert run.end() == 2
+    (error,) = [line for line in run.text.splitlines() if line.startswith("error")]
+    assert f"cannot load {checkpoints}/step_00000004: " in error
+    assert f"no checkpoint before it is whole and of these settings: restore one, or move {checkpoints} away" in error

@@ -143,7 +143,7 @@ def test_a_run_whose_data_stay_bad_ends_with_evidence_and_is_not_to_be_started_a
     assert [rank.end() for rank in ranks] == [BAD_INPUT] * 2
     last, why = {
         "skip": (SPIKE + MOST_IN_A_ROW - 1, "20 steps in a row changed nothing"),
-        "rollback": (SPIKE + 3, "3 rollbacks to the same checkpoint did not help"),
+        "rollback": (SPIKE + 3, f"4 spikes since the checkpoint of step {SAVED}, 3 of them rolled back"),
     }[policy]
     (error,) = [line for rank in ranks for line in rank.text.splitlines() if line.startswith("error")]
     assert f"{why}, up to step {last}: " in error and f"evidence/step_{last:08d}.json" in error

@@ -41,8 +41,8 @@ def test_patience_ends_with_too_many_steps_in_a_row_or_rollbacks_to_one_checkpoi
             patience.after_step(applied=False)
         assert patience.is_over is None
         patience.after_step(applied=True)
-    for saved_step in (100, 200, 200, 200):
+    for saved_step in (0, 0, 0, 0, 100, 200, 200, 200):
         patience.before_rollback(saved_step)
         assert patience.is_over is None
     patience.before_rollback(200)
-    assert patience.is_over == "3 rollbacks to the same checkpoint did not help"
+    assert patience.is_over == "4 spikes since the checkpoint of step 200, 3 of them rolled back"

@@ -44,6 +44,15 @@ def test_a_stopped_rank_is_named_by_the_others_which_end(dataset: Path, tmp_path
         rank.end()
 
 
+def test_a_rank_that_cannot_leave_its_stack_ends_too(dataset: Path, tmp_path: Path) -> None:
+    ranks = two_ranks(tmp_path, dataset)
+    (tmp_path / "run" / "hang").write_text("in the way")
+    os.kill(ranks[1].process.pid, signal.SIGSTOP)
+    assert ranks[0].process.wait(timeout=4 * LIMIT) == HUNG, ranks[0].text[-3000:]
+    (said,) = [line for line in ranks[0].text.splitlines() if line.startswith("error on rank 0")]
+    assert "rank 1 is behind: its process" in said and "Its stack cannot be left" in said
+
+
 class Judging(Watchdog):
     """Says who is behind, and ends nothing."""
 

@@ -44,6 +44,16 @@ def test_bad_input_is_shown_once_and_not_requeued(tmp_path: Path) -> None:
     assert code == 2 and output.count("error: no such dataset") == 1 and "scontrol" not in output
 
 
+def test_bad_input_that_one_rank_found_is_not_requeued_though_srun_tells_of_those_it_killed(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "7.0.rank0").write_text("waits for the others\n")
+    (tmp_path / "logs" / "7.0.rank1").write_text("error: no such dataset\n")
+    code, output = after_srun(137, tmp_path)
+    assert code == 2 and "error: no such dataset" in output and "scontrol" not in output
+    (tmp_path / "logs" / "7.0.rank1").write_text("error on rank 1: no progress\n")
+    assert "scontrol requeue 7" in after_srun(137, tmp_path)[1]
+
+
 @pytest.mark.parametrize("exit_code", [1, 76, 137])
 def test_crashes_without_a_new_checkpoint_are_given_up_and_others_are_not(tmp_path: Path, exit_code: int) -> None:
     latest = tmp_path / "checkpoints" / "latest"

@@ -13,7 +13,7 @@ from model.config import GRTConfig
 from pretrain.checkpoint_reader import FORMAT, LATEST, MANIFEST, CheckpointError, sign_manifest
 from pretrain.config import CheckpointConfig, EvalConfig, LogConfig, OptimConfig, ParallelConfig, RunConfig
 from pretrain.mixture import Mixture
-from pretrain.resume import Progress, find_checkpoint, identity, rollback_candidates, stream_phases
+from pretrain.resume import Progress, find_checkpoint, identity, resume_candidates, rollback_candidates, stream_phases
 from pretrain.schedule import ScheduleConfig
 from pretrain.sources import DataConfig, SourceConfig, open_sources
 
@@ -78,18 +78,30 @@ def test_auto_takes_the_newest_complete_checkpoint(run: RunConfig) -> None:
 def test_a_run_without_a_whole_checkpoint_starts_afresh_only_when_it_is_asked_to(run: RunConfig) -> None:
     (save(run, 9) / MANIFEST).unlink()
     with pytest.raises(
-        ValueError, match="holds no whole checkpoint: .*step_00000009 is passed over: .*manifest.json is missing.*resume none"
+        ValueError, match="holds no whole checkpoint: .*step_00000009 is passed over: .*manifest.json is missing.*move this directory away"
     ):
         find(run)
     assert find(resume(run, "none")) is None
 
 
+def test_what_a_damaged_checkpoint_gives_way_to_fits_the_run_as_it_does(run: RunConfig) -> None:
+    first, second = save(run, 10), save(run, 20)
+    other = changed(run, "optim", weight_decay=0.2)
+    newest = save(other, 30)
+    assert resume_candidates(run, current(run), None) == []
+    assert resume_candidates(other, current(other), newest) == [newest]
+    allowed = changed(other, "checkpoint", allow_change=["optim.weight_decay"])
+    assert resume_candidates(allowed, current(allowed), newest) == [newest, second, first]
+
+
 def test_a_run_rolls_back_to_checkpoints_that_it_has_without_interruptions_too(run: RunConfig, tmp_path: Path) -> None:
     run = changed(run, "checkpoint", every_steps=10)
     assert rollback_candidates(run, None) == []
+    elsewhere = save(replace(run, run_dir=tmp_path / "elsewhere"), 40)
+    assert rollback_candidates(run, elsewhere) == [elsewhere]
     for step in (10, 20, 23):
         save(run, step)
-    assert [path.name[-2:] for path in rollback_candidates(run, tmp_path / "other")] == ["20", "10", "23"]
+    assert [path.name[-2:] for path in rollback_candidates(run, elsewhere)] == ["20", "10", "23"]
     assert rollback_candidates(changed(run, "checkpoint", every_steps=9), None)[0].name[-2:] == "23"
 
 
