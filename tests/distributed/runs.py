@@ -1,7 +1,7 @@
 """A small run inside a rank started by `tests.ranks`: the trainer's own parts, without its loop."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from model.config import ComputeConfig, GRTConfig
 from model.depth import sample_depth
 from model.parallel import ParallelGroups, initialize_model_parallel
 from pretrain.config import CheckpointConfig, OptimConfig, ParallelConfig, RunConfig
-from pretrain.data import train_batches
+from pretrain.data import Batch, train_batches
 from pretrain.ds_config import load_ds_config
 from pretrain.engine import average_over_ranks, build_engine, initialize_distributed
 from pretrain.schedule import ScheduleConfig, learning_rate
@@ -62,23 +62,34 @@ def start(config: RunConfig, stage: int = 3) -> DeepSpeedEngine:
     return build_engine(config, ds_config)
 
 
-def run_steps(engine: DeepSpeedEngine, config: RunConfig, steps: int, refuses: Callable[[torch.Tensor], bool] | None = None) -> list[float]:
-    """Losses of the first `steps` steps, over the global batch."""
+def stream(config: RunConfig, position: int = 0) -> Iterator[Batch]:
+    """This rank's micro-batches from `position` on."""
     groups = ParallelGroups()
     sources = open_sources(config.data)
-    batches = train_batches(
+    return train_batches(
         config.data,
         sources,
         configured_phases(config.data, sources),
         seed=config.seed,
-        position=0,
+        position=position,
         batch_size=config.batch_size,
         micro_batch_size=config.parallel.micro_batch_size,
         data_parallel_rank=groups.get_data_parallel_rank(),
         data_parallel_size=groups.get_data_parallel_world_size(),
     )
+
+
+def run_steps(
+    engine: DeepSpeedEngine,
+    config: RunConfig,
+    steps: int,
+    first_step: int = 0,
+    refuses: Callable[[torch.Tensor], bool] | None = None,
+) -> list[float]:
+    """Losses over the global batch of so many steps after `first_step` others."""
+    batches = stream(config, first_step * config.optim.global_batch_size)
     losses = []
-    for step in range(steps):
+    for step in range(first_step, first_step + steps):
         micro_batches = list(islice(batches, engine.gradient_accumulation_steps()))
         rate = learning_rate(config.schedule, (step + 1) * config.tokens_per_step)
         depth = sample_depth(config.model, config.seed, step)

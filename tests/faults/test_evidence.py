@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from model.parallel import ParallelGroups
 from pretrain.checkpoint import take_snapshot
-from pretrain.data import train_batches
 from pretrain.evidence import CannotGoOnError, stop_with_evidence
-from pretrain.sources import configured_phases, open_sources
 from pretrain.train import train_step
-from tests.distributed.runs import small_run, start
+from tests.distributed.runs import small_run, start, stream
 from tests.ranks import run_ranks
 
 DEPTH = 3
@@ -28,20 +25,7 @@ def evidence(dataset: Path, folder: Path, options: dict[str, Any], broken: str |
     engine = start(config)
     if broken is not None:
         engine.module.get_submodule(broken).register_forward_hook(lambda _, inputs, output: output.index_fill(0, torch.tensor(3), math.inf))
-    sources = open_sources(config.data)
-    groups = ParallelGroups()
-    stream = train_batches(
-        config.data,
-        sources,
-        configured_phases(config.data, sources),
-        seed=1,
-        position=0,
-        batch_size=config.batch_size,
-        micro_batch_size=config.parallel.micro_batch_size,
-        data_parallel_rank=groups.get_data_parallel_rank(),
-        data_parallel_size=groups.get_data_parallel_world_size(),
-    )
-    batches = list(islice(stream, engine.gradient_accumulation_steps()))
+    batches = list(islice(stream(config), engine.gradient_accumulation_steps()))
     state = take_snapshot(engine, {"step": 0}, {}, {}).partitions
     again = partial(train_step, engine, batches, DEPTH, 0.0, torch.device("cpu"), refuses=lambda _: True, measure=False)
     with pytest.raises(CannotGoOnError, match="it is a test, up to step 1: .*step_00000001.json"):

@@ -2,24 +2,20 @@
 
 import json
 import signal
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from model.depth import sample_depth
 from pretrain.checkpoint import Keep, load_checkpoint, take_snapshot, write_snapshot
 from pretrain.config import RunConfig, parse_run_config
-from pretrain.data import SequenceDataset, train_batches
-from pretrain.schedule import learning_rate
+from pretrain.data import SequenceDataset
 from pretrain.sources import configured_phases, open_sources
 from pretrain.spikes import MOST_IN_A_ROW
-from pretrain.train import BAD_INPUT, train_step
+from pretrain.train import BAD_INPUT
 from tests.distributed.launching import write_run
-from tests.distributed.runs import start
+from tests.distributed.runs import run_steps, start
 from tests.faults.runs import Process, same_state, start_ranks
 from tests.ranks import run_ranks
 from tokenizer.tokenizer import load_tokenizer
@@ -94,22 +90,7 @@ def from_checkpoint(command: list[str], saved: Path, folder: Path) -> None:
     config = read_config(command)
     engine = start(config)
     load_checkpoint(engine, saved)
-    sources = open_sources(config.data)
-    stream = train_batches(
-        config.data,
-        sources,
-        configured_phases(config.data, sources),
-        seed=config.seed,
-        position=END,
-        batch_size=config.batch_size,
-        micro_batch_size=config.parallel.micro_batch_size,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-    )
-    for step in range(SPIKE, STEPS):
-        rate = learning_rate(config.schedule, (step + 1) * config.tokens_per_step)
-        batches = list(islice(stream, engine.gradient_accumulation_steps()))
-        train_step(engine, batches, sample_depth(config.model, config.seed, step), rate, torch.device("cpu"), measure=False)
+    run_steps(engine, config, STEPS - SPIKE, first_step=SPIKE)
     write_snapshot(take_snapshot(engine, {"step": STEPS}, {}, {}), folder, Keep())
 
 
