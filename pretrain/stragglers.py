@@ -146,6 +146,11 @@ class Streak:
 
     def begins(self, rank: int, stands_out: bool) -> bool:
         """Whether this is the ROWS-th of them: true once."""
-        self._rows = 0 if not stands_out else self._rows + 1 if rank == self._rank else 1
+        if not stands_out:
+            self._rows = 0
+        elif rank == self._rank:
+            self._rows += 1
+        else:
+            self._rows = 1
         self._rank = rank
         return self._rows == ROWS

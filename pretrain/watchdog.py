@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -22,6 +23,22 @@ HUNG = 76  # exit code: start again
 ANSWER_SECONDS = 10.0  # within which the store, on rank 0, answers
 SILENT_BEATS = 3  # heartbeats that a rank may be late
 LEAVING_SECONDS = 60  # after which the process ends without having left all that
+
+
+class Sign(NamedTuple):
+    """What a rank publishes."""
+
+    progress: tuple[int, int]  # signs of progress of the main thread, and collectives begun
+    time: float  # since 1970
+    at: str
+
+    def __str__(self) -> str:
+        return f"{self.progress[0]} {self.progress[1]} {self.time} {self.at}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Sign":
+        done, collectives, seconds, at = text.split(" ", 3)
+        return cls((int(done), int(collectives)), float(seconds), at)
 
 
 class Watchdog:
@@ -59,7 +76,7 @@ class Watchdog:
     def _look(self, store: Store) -> None:
         """Publishes how far this rank is; ends the process if it hangs."""
         with suppress(RuntimeError):  # rank 0, which holds the store, is gone: the main thread meets that too
-            store.set(f"rank {self._topology.rank}", f"{self._done} {begun()} {time.time()} {self._at}")
+            store.set(f"rank {self._topology.rank}", str(Sign((self._done, begun()), time.time(), self._at)))
         since = self._since
         if time.monotonic() - since > self._seconds:
             time.sleep(2 * self._beat)  # for the others to publish that they wait
@@ -78,12 +95,12 @@ class Watchdog:
 
     def _compare(self, store: Store) -> str:
         ranks = range(self._topology.world_size)
-        found = [store.get(f"rank {rank}").decode().split(" ", 3) for rank in ranks]
-        silent = [rank for rank in ranks if time.time() - float(found[rank][2]) > SILENT_BEATS * self._beat]
+        signs = [Sign.parse(store.get(f"rank {rank}").decode()) for rank in ranks]
+        silent = [rank for rank in ranks if time.time() - signs[rank].time > SILENT_BEATS * self._beat]
         if silent:
-            return "; ".join(f"rank {rank} is behind: its process is stopped or gone since {found[rank][3]}" for rank in silent)
-        progress = [(int(done), int(collectives)) for done, collectives, _, _ in found]
-        return "; ".join(f"rank {rank} is behind: it is at {found[rank][3]}" for rank in ranks if progress[rank] == min(progress))
+            return "; ".join(f"rank {rank} is behind: its process is stopped or gone since {signs[rank].at}" for rank in silent)
+        least = min(sign.progress for sign in signs)
+        return "; ".join(f"rank {rank} is behind: it is at {signs[rank].at}" for rank in ranks if signs[rank].progress == least)
 
     def _end(self, who: str) -> None:
         what = f"no progress for {time.monotonic() - self._since:.0f} s (watchdog_seconds is {self._seconds:g}) at {self._at}; {who}"
