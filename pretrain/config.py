@@ -18,6 +18,8 @@ from pretrain.schedule import ScheduleConfig
 from pretrain.sources import DataConfig
 from pretrain.stopping import parse_duration
 
+SpikePolicy = Literal["log", "skip", "rollback"]
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -35,7 +37,7 @@ class OptimConfig:
     # Of a loss that is not finite, or lies spike_threshold standard deviations above the mean of the last 128: `log` says so, `skip` also
     # leaves the step out, on all ranks alike, `rollback` also puts back the weights of the last checkpoint, while data and schedule go on;
     # null: spikes are not looked for, which saves an all-reduce a step
-    spike_policy: Literal["log", "skip", "rollback"] | None = None
+    spike_policy: SpikePolicy | None = None
     spike_threshold: float = 6.0
     precision: Literal["bf16", "fp32"] = "bf16"  # bf16 keeps fp32 master weights and accumulates gradients in fp32
 

@@ -114,7 +114,6 @@ def rollback_candidates(config: RunConfig, resumed_from: Path | None) -> list[Pa
     newest = find_newest(config.run_dir / "checkpoints") or resumed_from
     if newest is None:
         return []
-
     manifests = {path: CheckpointReader(path).manifest for path in (newest, *earlier_checkpoints(newest))}
     same_run = [path for path in manifests if manifests[path]["identity"] == manifests[newest]["identity"]]
     # A stable sort: newest first among the regular ones, then among the others.

@@ -8,16 +8,15 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
-from typing import Literal
 
 from torch import Tensor
 
+from pretrain.config import SpikePolicy
 from pretrain.engine import average_over_ranks
 
 WINDOW, LEAST = 128, 32  # losses that are compared with: the last 128, and none before there are 32
 MOST_IN_A_ROW = 20  # steps that change nothing
 MOST_ROLLBACKS = 3  # without a new checkpoint
-Policy = Literal["log", "skip", "rollback"]
 
 
 class SpikeDetector:
@@ -32,7 +31,7 @@ class SpikeDetector:
         found: the loss of the step judged last, if it is a spike.
     """
 
-    def __init__(self, policy: Policy | None, threshold: float, losses: Sequence[float] = ()) -> None:
+    def __init__(self, policy: SpikePolicy | None, threshold: float, losses: Sequence[float] = ()) -> None:
         self.found: float | None = None
         self.losses = list(losses)[-WINDOW:]
         self._policy, self._threshold = policy, threshold
